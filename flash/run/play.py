@@ -85,18 +85,22 @@ def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Start the loop that episodes are played on. It runs until the process ends, and does not delay that end."""
+    """Return the loop that episodes are played on; the first call in a process starts it.
+
+    It runs in a daemon thread until the process ends, and does not delay that end.
+    """
     loop = WatchedLoop()
     loop.call_soon(loop.watch, _log.warning)
     threading.Thread(target=loop.run_forever, name="flash.play", daemon=True).start()
     return loop
 
 
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child has the loop, but not its thread
+# A forked child inherits the loop, but not the thread that runs it. It starts a loop of its own.
+os.register_at_fork(after_in_child=_loop.cache_clear)
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
-    """Prepare the environment and play the episode, on the loop of `_loop`. Raises the errors of `play`."""
+    """Prepare the environment and play the episode, for `play`, on the loop of `_loop`. Raises the errors of `play`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     problems = ProblemKinds.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
@@ -107,7 +111,7 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     kind = env.kind_of(seed)
     samplings = BufferRules.of(config, problems.domains).samplings()
     split = "eval" if is_held_out(seed) else "train"
-    # An agent is told of this sampling, although nothing is sampled here.
+    # An agent gets these sampling settings with its problem, although nothing is sampled here.
     task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=samplings.get(kind, samplings[""]))
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
@@ -134,7 +138,10 @@ class _Answers:
         self._count = len(answers)
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Return the next answer. Raises EnvError if no answer is left."""
+        """Return the next answer as a completion. Raises EnvError if no answer is left.
+
+        The episode player calls this in place of `LLMProxy.generate`, for each response.
+        """
         if not self._left:
             raise EnvError(
                 f"the episode goes on after {self._count} answer(s): give one answer for each response "
@@ -142,6 +149,7 @@ class _Answers:
             )
         tokens = [*map(ord, self._left.pop(0)), END]
         request.on_tokens(tokens)
+        # The log-probs (0) and the version (0) of the tokens have no meaning here; nothing is trained.
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
 
 
@@ -149,12 +157,15 @@ class _Characters(Tokenizer):
     """Tokenizer with one token per character, so that no model is needed. The methods are those of `Tokenizer`."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of the first observation. Tools are not rendered."""
         return [ord(character) for character in text_of(observation)]
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of a later observation. `end`, the token that ended the response before, has no effect."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a response."""
         return "".join(chr(token) for token in token_ids if token != END)
 
     def check_reads_calls(self) -> None:

@@ -79,7 +79,8 @@ class Comparison(msgspec.Struct, frozen=True):
 def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
     """Find batches and checkpoints with which the versions from `first` to `last` can be trained again.
 
-    If `first` or `last` is None, it is the first or the last possible version.
+    `flash replay` calls this with the values of `--from-step` and `--to-step`. If `first` or `last` is None, it is the
+    first or the last possible version.
 
     Raises:
         ConfigError: a batch or a checkpoint is missing. The message names those that exist.
@@ -91,6 +92,8 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
         )
     held = {read_manifest(folder).version: folder for folder in reversed(complete_checkpoints(run_dir))}
     damaged = "".join(f"; {fault}" for fault in damaged_checkpoints(run_dir))
+    # A replay begins with version 0, which is the model in its own folder, or with a checkpoint. Step n trains version
+    # n, so its batch must be there.
     starts = [version for version in sorted({0, *held}) if version in steps]
     if not starts:
         raise ConfigError(
@@ -102,7 +105,7 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
         raise ConfigError(
             f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}{damaged}"
         )
-    newest = first
+    newest = first  # becomes the last version that can be reached without a gap between the batches
     while newest in steps:
         newest += 1
     beyond = {step for step in steps if step >= newest} if last is None else set[int]()
@@ -118,15 +121,18 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
     """Refuse settings that would have no effect, because a user might take the unchanged result for an effect.
 
+    `flash replay` calls this before any work.
+
     Args:
         file: configuration file of the run.
-        config: configuration of the replay.
-        named: keys that the user has given.
+        config: configuration of the replay: that of the run, with the settings that the user has given.
+        named: dotted keys that the user has given.
 
     Raises:
         ConfigError: a given key differs from the run's value, and has no effect.
     """
-    before, now = dict(flat(tomllib.loads(file.read_text()))), dict(flat(tomllib.loads(dump(config))))
+    before = dict(flat(tomllib.loads(file.read_text(encoding="utf-8"))))
+    now = dict(flat(tomllib.loads(dump(config))))
     idle = [
         key
         for key in sorted(named)
@@ -156,7 +162,7 @@ def replay(
         config: the run's configuration, maybe with other settings for training.
         planned: the steps to train, from `plan`.
         folder: folder of the recorded batches.
-        on_step: called with the metrics of each step and the step's number, as in metrics.jsonl.
+        on_step: called with the metrics of each step, by their names in metrics.jsonl, and its number as `step`.
         on_comparison: called with the difference to each checkpoint of the run.
         export: path for the last weights as a Hugging Face folder; None: do not write them.
 
@@ -177,9 +183,11 @@ def replay(
         first_weights = {name: weight.clone() for name, weight in _weights(trainer).items()}
         for number in range(planned.first, planned.last):
             batch = read_batch(folder, number)
+            # If the steps of `config` are streamed, these are the rounds that the run has trained, so that sums have
+            # the same order. Settings that need the whole batch first get it as one round.
             rounds = split_rounds(batch) if why_not_streamed(config) is None else [(batch, ONLY_ROUND)]
-            for one, place in rounds:
-                (shard,) = run_to_end(split_into_shards(one, shards=1, place=place))
+            for part, place in rounds:
+                (shard,) = run_to_end(split_into_shards(part, shards=1, place=place))
                 trainer.train_round(shard)
             on_step({"step": number, **trainer.finish_step()})
             if trainer.version in planned.compared:
@@ -192,7 +200,8 @@ def replay(
 
 @contextmanager
 def _one_rank(config: Config) -> Generator[None]:
-    """Provide a process group of this process alone, with the seed and the number of threads of a rank of the run.
+    """Provide a process group of this process alone while the block runs. Sets torch's seed and number of threads to
+    those of a rank of the run.
 
     With another number of threads, sums on the CPU have another order, and the weights differ by rounding.
     """
@@ -225,7 +234,8 @@ def _compare(trainer: Trainer, path: Path, first_weights: dict[str, Any]) -> Com
 
 
 def _largest_gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Return the largest absolute difference of any weight; NaN if a weight is NaN."""
+    """Return the largest absolute difference of any weight between two models; NaN if a weight is NaN. The arguments
+    are the models' tensors by name."""
     import torch
 
     return float(torch.stack([(weight - theirs[name]).abs().max() for name, weight in ours.items()]).max())

@@ -61,7 +61,7 @@ depend on it."""
 MOST_IDLE = 2
 """Largest number of consecutive incarnations of a requeued job that may begin without progress."""
 REQUEUES_FILE = "requeues.json"
-"""Name of the file in the run directory."""
+"""Name of the file in the run directory that holds `Requeues`."""
 
 
 class RecordedHistory:
@@ -81,7 +81,8 @@ class RecordedHistory:
     async def choose_start(self, version: int) -> TrainerStart:
         """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
 
-        The ranks train the recorded batches again from there up to `version`, the version that the run has reached.
+        The hub calls this when all ranks restart while it goes on. The ranks train the recorded batches again from
+        there up to `version`, the version that the run has reached.
 
         Raises:
             RecordingError: batches since the checkpoint are missing.
@@ -100,13 +101,14 @@ class RecordedHistory:
         return TrainerStart(held, str(checkpoint or ""))
 
     async def batch(self, step: int) -> Batch:
-        """Return the batch that a step has trained. Raises RecordingError."""
+        """Return the recorded batch that a step has trained. The hub calls this when the ranks train the step again.
+        Raises RecordingError if the batch is missing or damaged."""
         return await run_sync(self._recorder.batches.of, step)
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Return True if the fingerprints of both publications are equal.
+        """Return True if the weights of both publications have equal fingerprints (checksums).
 
-        The hub compares the weights of a step that was trained again with those of the first time.
+        When ranks have trained a step again, the hub compares their weights with those of the first time.
         """
         return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
 
@@ -122,9 +124,10 @@ class Reach(NamedTuple):
 def reach(config: Config, held: int, reached: int) -> Reach:
     """Return the version from which a restarted run can go on, and the reason if that is not `reached`.
 
-    The trainer ranks train the steps from `held` to `reached` again. This needs the batch and the row of metrics of
-    each step, and the same configuration; the batches are read here, because one may be damaged. A step that lacks one
-    of them, and all later steps, are generated and counted again.
+    The restart of the hub calls this (`restore_hub_state`). The trainer ranks then train the steps from `held` up to
+    the returned version again. This needs the batch and the row of metrics of each step, and the same configuration;
+    the batches are read here, because one may be damaged. From the first step that lacks one of them, all steps are
+    sampled, trained and counted as new ones.
 
     Args:
         config: configuration of the restarted run.
@@ -138,9 +141,9 @@ def reach(config: Config, held: int, reached: int) -> Reach:
         return Reach(held, why)
     if changed := _changed_keys(directory, config):
         return Reach(held, f"the configuration has changed since: {changed}")
-    counted = _steps_with_metrics(directory)
+    with_metrics = _steps_with_metrics(directory)
     for step in range(held, reached):
-        if step not in counted:
+        if step not in with_metrics:
             return Reach(step, f"step {step} has no row in {directory.metrics.name}")
         try:
             read_batch(directory.batches, step)
@@ -150,14 +153,20 @@ def reach(config: Config, held: int, reached: int) -> Reach:
 
 
 def version_with_metrics(config: Config) -> int:
-    """Return the version after the last step that has a row of metrics; 0 if there is none."""
+    """Return the version that the last step with a row in metrics.jsonl has made; 0 if there is no row.
+
+    Unlike the newest checkpoint, this also counts the steps after it.
+    """
     return max(_steps_with_metrics(RunDirectory(config.run_dir)), default=-1) + 1
 
 
 def is_done(config: Config) -> bool:
-    """Return True if the run has made all of its steps, its last evaluation and its summary."""
+    """Return True if the run has made all of its steps, its last evaluation and its summary.
+
+    `flash train` and `flash sft` call this before they resume a run, and when they say how to continue one.
+    """
     directory = RunDirectory(config.run_dir)
-    cluster = read_cluster(directory)
+    cluster = read_cluster(directory)  # its last content says how the run ended
     finished = cluster is not None and cluster.ended == "finished" and directory.has_ended()
     return finished and version_with_metrics(config) >= config.run.steps
 
@@ -168,9 +177,10 @@ def _steps_with_metrics(directory: RunDirectory) -> set[int]:
 
 
 def _changed_keys(directory: RunDirectory, config: Config) -> str:
-    """Return the keys that have changed since the run was started and on which a step depends; empty if none have.
+    """Return the keys, separated by commas, that have changed since the run recorded its configuration and on which a
+    step depends; empty if none have.
 
-    If the recorded configuration cannot be read, return a phrase about that instead.
+    If the recorded configuration cannot be read, return a phrase about that instead. Both are the end of a message.
     """
     try:
         recorded_before = read_recorded(directory.config)
@@ -205,11 +215,12 @@ async def keep_hub_state(
         FlashError: raised by `wait_for_records`.
     """
     await run_sync(wait_for_records)
-    file = temporary_of(step_folder(run_dir, version)) / HUB_STATE
+    file = temporary_of(step_folder(run_dir, version)) / HUB_STATE  # rank 0 has made this folder
     try:
-        with await run_sync(_open, file) as stream:
+        # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
+        with await run_sync(lambda: file.open("wb", buffering=0)) as stream:
             size, crc32 = 0, 0
-            for piece in pieces:
+            for piece in pieces:  # the event loop serves other requests between two pieces
                 crc32 = await run_sync(_write, stream, piece, crc32)
                 size += len(piece)
             await run_sync(os.fsync, stream.fileno())
@@ -238,8 +249,13 @@ NOTHING = Restored(None, TrainerStart(0, ""), JournalPlace(0, 0), [])
 def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
     """Return the hub's state from a checkpoint and the journal after it; without a checkpoint, from the whole journal.
 
-    A damaged journal is set aside, and the run goes on from the checkpoint alone. The run also goes back if its last
-    steps cannot be trained again (`reach`). In both cases a note says which work is repeated.
+    The first node calls this before it makes the hub, if the run resumes or the process of the hub restarts. A damaged
+    journal is set aside, and the run goes on from the checkpoint alone. The run also goes back if its last steps cannot
+    be trained again (`reach`). In both cases a note says which work is repeated.
+
+    Args:
+        checkpoint: the newest complete checkpoint; None if there is none.
+        config: configuration of the restarted run.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
@@ -251,6 +267,8 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
     trainer_start = TrainerStart(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
     try:
+        # `version`: of the checkpoint; `replay.reached`: at the end of the journal; `until`: from which the run goes
+        # on; `counted`: after the last row of metrics, which may be later than the journal.
         place, notes = replay_journal(config.run_dir, version, number, replay)
         until, why = reach(config, version, replay.reached)
         counted = version_with_metrics(config)
@@ -269,7 +287,7 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
     # From now on the journal would lack this incarnation, so a later restart could not use it.
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
-    if buffer is None:
+    if buffer is None:  # neither the checkpoint nor the journal has a state of the samples
         if counted:
             gone = "no checkpoint is left" if checkpoint is None else f"{checkpoint.name} knows of no sample"
             notes.append(f"the run goes back from version {counted} to {version}, and does these steps again: {gone}")
@@ -291,15 +309,12 @@ def read_hub_state(checkpoint: Path, config: Config) -> HubState:
         return HubState.restore(data, config)
 
 
-def _open(file: Path) -> FileIO:
-    """Open the state's file for writing. Raises OSError."""
-    # Unbuffered: closing the file after an error has no data to write, so it cannot fail again.
-    return file.open("wb", buffering=0)
-
-
 def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
-    """Write one piece. Returns the checksum of all pieces so far; `crc32` is the checksum of those before."""
-    written = 0
+    """Write one piece of the hub's state, in a thread of `keep_hub_state`. Returns the checksum of all pieces so far.
+
+    `crc32` is the checksum of the pieces before. Raises OSError.
+    """
+    written = 0  # an unbuffered file may write only a part at once
     with memoryview(piece) as view:
         while written < len(view):
             written += stream.write(view[written:])
@@ -307,9 +322,9 @@ def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
 
 
 class Requeues(msgspec.Struct, frozen=True):
-    """Content of the file `requeues.json`: the progress of the incarnations of a requeued job.
+    """Content of the file `requeues.json`: the progress of a job that SLURM has requeued.
 
-    An incarnation is here one start of the job by SLURM.
+    An *incarnation* is here one start of the job by SLURM.
     """
 
     job: str
@@ -321,11 +336,11 @@ class Requeues(msgspec.Struct, frozen=True):
 
 
 def refuse_idle_requeues(config: Config) -> None:
-    """Count this incarnation of a requeued job, and refuse it if the job makes no progress.
+    """Count this start of a requeued job, and refuse it if the job makes no progress.
 
-    The launcher of the first node calls this, if SLURM has started the job again. Without this limit, a job that is
-    always stopped before it completes a step would use a cluster forever. The caller holds the lock of the run
-    directory, because this function writes to it.
+    The launcher of the first node calls this before it starts processes, if SLURM has started the job again. Without
+    this limit, a job that is always stopped before it completes a step would use a cluster forever. The caller holds
+    the lock of the run directory, because this function writes to it.
 
     Raises:
         RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
@@ -349,9 +364,9 @@ def refuse_idle_requeues(config: Config) -> None:
 
 
 def _first_version(config: Config) -> int:
-    """Return the version at which this incarnation begins; −1 if there is neither a checkpoint nor a step.
+    """Return the version at which this start of the job begins; −1 if there is neither a checkpoint nor a step.
 
-    Steps after the newest checkpoint count if the journal allows the run to repeat them.
+    Steps after the newest checkpoint count if the journal allows the run to go on after them (`reach`).
     """
     checkpoint = newest_complete(config.run_dir)
     version = -1 if checkpoint is None else read_manifest(checkpoint).version
@@ -363,7 +378,7 @@ def _first_version(config: Config) -> int:
 
 
 def _read_requeues(file: Path) -> Requeues | None:
-    """Return the record of the incarnations before this one; None if there is none, or if it is damaged."""
+    """Return the record of the starts before this one; None if there is none, or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Requeues)
     except (OSError, msgspec.DecodeError):

@@ -33,7 +33,7 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 MAP_TOKENS = 96
-"""Most tokens in an attention map. The size of a map grows with the square of the number of tokens."""
+"""Largest number of tokens in an attention map. The size of a map grows with the square of the number of tokens."""
 MAP_CONTEXT = 8
 """Number of tokens that a map shows before the token with which the user lets it begin; fewer if there are fewer."""
 KEY = "algorithm.rhythm"
@@ -50,7 +50,7 @@ class RhythmResponses:
     min_version: int
     """Oldest version of the weights whose tokens are trained. Responses with older tokens only are not examined."""
     max_tokens: int
-    """Most tokens of a micro-batch, the sequences that the model computes in one pass."""
+    """Largest number of tokens of a micro-batch, the sequences that the model computes in one pass."""
 
 
 def overridden_options(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
@@ -74,8 +74,8 @@ def overridden_options(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
 def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> RhythmResponses:
     """Return one response: the tokens of a text file after those of its prompt file.
 
-    Without a prompt, the first token of the text takes its place. A newline at the end of a file does not belong to the
-    text.
+    For `flash rhythm` with a text. Without a prompt, the first token of the text takes its place. A newline at the end
+    of a file does not belong to the text.
 
     Raises:
         ConfigError: a file cannot be read or is empty, or the response has fewer than two tokens.
@@ -92,6 +92,7 @@ def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> Rhy
             "change is between neighbours"
         )
     tokens = np.array([*prompt_tokens, *text_tokens], dtype="<i4")
+    # The measurement takes trajectories, as of a recorded batch. Rewards, log-probs and versions have no effect on it.
     whole = Trajectory(
         task=Task(0, 0, 0, seed=0),
         outcome=Outcome.OK,
@@ -106,7 +107,13 @@ def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> Rhy
 
 
 def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tokens: int) -> RhythmResponses:
-    """Return up to `samples` samples of a recorded batch, spread evenly over it. None as `step` means the newest batch.
+    """Return up to `samples` samples of a recorded batch, spread evenly over it. For `flash rhythm` with a run.
+
+    Args:
+        run_dir: the run directory.
+        step: number of the step that trained the batch; None: the newest recorded step.
+        samples: largest number of samples.
+        max_tokens: largest number of tokens of a micro-batch.
 
     Raises:
         ConfigError: there is no such batch, or it has no response that can be examined.
@@ -152,6 +159,8 @@ def examine_responses(
 ) -> tuple[MeasuredRhythm, DrawnRhythm | None]:
     """Measure the rhythm of responses under a model. With `drawn`, also return attention maps of one response.
 
+    For `flash rhythm`.
+
     Args:
         model: settings of the model. The path is a model folder or a hub id.
         weights: name of the weights in the result.
@@ -182,7 +191,7 @@ def examine_responses(
         heads, observed = observe_responses(policy, mesh, micros, options)
         observed.sort(key=lambda one: one.sample)  # packing has changed the order
         measured_responses: list[MeasuredResponse] = []
-        for one in observed:
+        for one in observed:  # `one.sample` is the index of the response in `responses`
             texts = token_texts(responses.trajectories[one.sample].tokens().tolist())
             name = responses.names[one.sample]
             measured_responses.append(_measured_response(name, texts, options, one.signals, one.multiplier_R))

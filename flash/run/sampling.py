@@ -56,6 +56,8 @@ async def evaluate(
 ) -> Sampled:
     """Evaluate a model on the held-out problems of `[eval]`, as a run does. Held-out problems are never trained.
 
+    For `flash eval`.
+
     Args:
         config: configuration with the model, the environment and `[eval]`.
         env: the environment.
@@ -84,9 +86,10 @@ async def evaluate(
 async def roll_out(
     config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, show: ShowLine
 ) -> Sampled:
-    """Play one episode of each of the first `episodes` training problems, with the sampling of training.
+    """Play one episode of each of the first `episodes` training problems, with the sampling settings of training, for
+    `flash rollout`.
 
-    The episodes are the batch of a single step, which the stand-in takes. `evaluate` describes the other arguments.
+    The episodes are the batch of a single step, which the stand-in takes. The other arguments are those of `evaluate`.
 
     Raises:
         FlashError: the environment cannot be played or always fails, or the engines are gone.
@@ -108,14 +111,16 @@ async def roll_out(
 
 
 def on_this_machine(config: Config, *, steps: int, batch: int) -> Config:
-    """Return a configuration for this machine alone, in which all devices serve engines.
+    """Return a configuration for this machine alone, in which all devices serve engines and none trains.
 
     Args:
         config: configuration of a run, maybe for several nodes.
-        steps: number of steps, each of which takes a batch and trains nothing.
+        steps: number of steps, each of which takes a batch and trains nothing; 0 for an evaluation.
         batch: number of samples of a batch.
     """
     replace = msgspec.structs.replace
+    # The stand-in counts as one trainer rank. `share_gpus` lets engines have all GPUs, since this rank uses none. The
+    # adapters of a run (`lora`) are merged into the model that is sampled (`flash.run.models.model_folder`).
     return replace(
         config,
         run=replace(config.run, steps=steps),
@@ -129,9 +134,10 @@ def on_this_machine(config: Config, *, steps: int, batch: int) -> Config:
 
 
 class _StandInTrainer:
-    """Stand-in for the only trainer rank, and observer of the hub.
+    """Owner of the hub and of the node, which also makes the requests of the only trainer rank.
 
-    Call `run` once. Then `observer`, `evaluated` and `given_up` have the results. Arguments: see `evaluate`.
+    Call `run` once. Then `observer`, `evaluated` and `given_up` have the results. The arguments are those of
+    `evaluate`.
     """
 
     def __init__(self, config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines) -> None:
@@ -140,7 +146,7 @@ class _StandInTrainer:
         self.evaluated: list[Trajectory] = []
         """Trajectories of held-out problems, in the order of the tasks."""
         self._failed: dict[tuple[str, int], Failure] = {}
-        """Last failure of each task, by split and number of the task."""
+        """Last failure of each task, by split ("train" or "eval") and number of the task."""
         now = anyio.current_time
         # Rollouts need no evaluation before the first step, so version 0 counts as evaluated.
         evaluated = (0,) if config.run.steps else ()
@@ -166,28 +172,37 @@ class _StandInTrainer:
             raise first_error(errors) from None
 
     def given_up(self, played: Sequence[Trajectory], split: str) -> list[Failure]:
-        """Return the last failure of each task that never succeeded.
+        """Return the last failure of each task that never succeeded. Called after `run`.
 
         Args:
             played: the successful samples.
-            split: "train" or "eval", because tasks of both have the same numbers.
+            split: "train" or "eval"; a task of each split may have the same number.
         """
         done = {trajectory.task.task_id for trajectory in played}
         failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
         return list(failed)
 
     async def _act_as_trainer(self) -> None:
-        """Announce the model, take the batches, and leave: the requests that a trainer rank makes."""
+        """Announce the model, take the batches, and leave: the requests that a trainer rank makes.
+
+        A task of `run`. Waits for replies of the hub. Produces nothing: `MemoryObserver` keeps the batches.
+        """
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
+        # The engines (`FixedEngine`) keep the weights of the model folder, so the description of the weights and the
+        # canary are empty.
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):
             await fetch_shard(hub, 0, step, deadlines.batch)
             await hub.call(p.Commit(step, {}), timeout=deadlines.request)
+        # A rank asks for batches until a reply has none. This reply has none, since no step is left.
         await fetch_shard(hub, 0, self._config.run.steps, deadlines.batch)
         await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
 
     def _record_results(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
-        """Record the results that the node delivers to the hub. Called with each request of the node and its reply."""
+        """Record the results that the node delivers to the hub: failures, and trajectories of the evaluation.
+
+        `InProcessCaller` calls this with each request of the node and its reply.
+        """
         if isinstance(request, p.DeliverRequest):
             results = [ended.result for ended in request.ended]
             for one in results:

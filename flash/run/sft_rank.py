@@ -47,29 +47,32 @@ REPORTED_METRICS = (
     *("loss", "entropy", "grad_norm", "learning_rate", "skipped_steps", "loss_scale"),
     *("tokens", "trained_tokens", "shared_token_share", "memory_gib", "mfu"),
 )
-"""Metrics of a step that have a meaning for rows that no engine has sampled, and are reported."""
+"""Names of the trainer's metrics that have a meaning for rows that no engine has sampled, and are reported."""
 MARK = b"sft"
 """First bytes of the checkpoint file that holds the hub's state in other runs. The digest of the rows follows them."""
 WISHES: Mapping[Wish | None, int] = {None: 0, "checkpoint": 1, "stop": 2}
-"""Priority of each wish. Ranks carry out the wish of highest priority that any of them has."""
+"""Priority of each wish that an alarm or a signal can have after a step: none, a checkpoint, or the end of the run. All
+ranks carry out the wish of highest priority that any of them has."""
 
 
 def run_sft_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until no batch is left. A signal ends the training early, with a checkpoint. Returns its end.
+    """Train until no batch is left. Return how the training ended, for the launcher.
 
-    The ranks find each other through a store, which is torch's table of values that all ranks can read and write. It is
-    a file in the scratch folder, because there is no hub that could give the ranks an address.
+    A signal ends the training early, with a checkpoint. `order` is the launcher's order, with the number of this rank
+    and of the restarts. The ranks find each other through a store, which is torch's table of values that all ranks can
+    read and write. It is a file in the scratch folder, because there is no hub that could give the ranks an address.
     """
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: stop.set())  # the loop looks at `stop` after each step
     ranks = config.trainer_world_size
     file = Path(os.environ[SCRATCH]) / f"store-{order.restarts}"  # an old store names the ranks of an earlier start
     with ExitStack() as stack:
         try:
             meet(order.local, config, order.local, private_store() if ranks == 1 else file_store(file, ranks), stack)
             return _train(order, config, stop, stack)
-        except Exception as error:  # supervised boundary
+        except Exception as error:
+            # Any other error is this rank's own, which `flash.run.processes.worker` prints and reports.
             if not collective_failed(error):
                 raise
             # Another rank has ended or hangs. One line is enough here: that rank reports the cause.
@@ -81,8 +84,8 @@ def run_sft_rank(order: ProcessOrder, config: Config) -> End:
 def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: ExitStack) -> End:
     """Restore this rank from the newest checkpoint if the run resumes or restarts, and run its training loop.
 
-    Only the first rank looks for the checkpoint, and sends its path to the others, so that all of them choose the same
-    one.
+    `run_sft_rank` calls this once the ranks have met. Only the first rank looks for the checkpoint, and sends its path
+    to the others, so that all of them choose the same one.
 
     Args:
         order: order of the launcher, with the number of this rank and of the restarts.
@@ -98,13 +101,14 @@ def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: Ex
         chosen = [str(newest or "")]
     dist.broadcast_object_list(chosen, src=0)
     course, trainer = Course(config, CourseTokens.load(Path(os.environ[SCRATCH]) / SFT_ROWS)), Trainer(config)
-    if chosen[0]:
+    if chosen[0]:  # empty: a new run, or none of its checkpoints is complete
         checkpoint.load(Path(chosen[0]), trainer)
     recorder = None
     if first:
-        at = trainer.version if resumes else None
+        resume_at = trainer.version if resumes else None
         # The recorder uses its tokenizer in a thread of its own, so it gets a separate one.
-        recorder = Recorder(config, HfTokenizer(config.model), now=time.time, resume_at=at, restarts=order.restarts)
+        now, restarts = time.time, order.restarts
+        recorder = Recorder(config, HfTokenizer(config.model), now=now, resume_at=resume_at, restarts=restarts)
         stack.enter_context(recorder)
         if chosen[0]:
             notes.append(other_rows(Path(chosen[0]), course))
@@ -116,16 +120,15 @@ def _train(order: ProcessOrder, config: Config, stop: threading.Event, stack: Ex
 
 
 def other_rows(folder: Path, course: Course) -> str:
-    """Return a message if the steps before the checkpoint have learned other rows than those of `course`.
+    """Return a message if the steps before the checkpoint in `folder` have learned other rows than those of `course`.
 
-    Empty if the rows are the same, or if the checkpoint has no digest of them.
-
-    The data set may have been changed while the run was stopped. The run goes on, since this may be intended.
+    Empty if the rows are the same, or if the checkpoint has no digest of them. The first rank notes the message when a
+    run continues: the data set may have been changed meanwhile. The run goes on, since this may be intended.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    with hub_state(folder) as kept:
+    with hub_state(folder) as kept:  # the file that `SftLoop._checkpoint` has written
         mark, _, digest = bytes(kept).partition(b" ")
     if mark != MARK or not digest or digest == course.digest().encode():
         return ""
@@ -165,8 +168,8 @@ class SftLoop:
     def run(self) -> End:
         """Train until no batch is left, an alarm stops the run, or `stop` is set. Returns how the training ended.
 
-        Consumes batches; a thread reads the next one during a step. Waits for that thread and for the other ranks.
-        Produces rows of metrics, evaluations, checkpoints, and the exported model at the end.
+        All ranks call this once. Consumes batches; a thread reads the next one during a step. Waits for that thread and
+        for the other ranks. Produces rows of metrics, evaluations, checkpoints, and the exported model at the end.
 
         Raises:
             AlarmError: an alarm has stopped the run. Raised on the first rank only.
@@ -179,14 +182,14 @@ class SftLoop:
             while coming is not None and wish < WISHES["stop"]:
                 self._profiler.begin_step(trainer.version)
                 begun = time.perf_counter()
-                batch, known = coming.result()
-                known["trainer_wait_s"] = time.perf_counter() - begun
+                batch, batch_metrics = coming.result()
+                batch_metrics["trainer_wait_s"] = time.perf_counter() - begun
                 coming = ahead.submit(self._course.batch, batch.step + 1) if batch.step + 1 < steps else None
-                wish = self._strongest_wish(self._step(batch, known))
-                ends = coming is None
-                if ends or (self._config.eval.every and trainer.version % self._config.eval.every == 0):
+                wish = self._strongest_wish(self._step(batch, batch_metrics))
+                is_last = coming is None
+                if is_last or (self._config.eval.every and trainer.version % self._config.eval.every == 0):
                     self._evaluate()
-                if wish or ends or trainer.version % self._config.checkpoint.every == 0:
+                if wish or is_last or trainer.version % self._config.checkpoint.every == 0:
                     self._checkpoint()
         self._profiler.close()
         finished = trainer.version >= steps
@@ -195,11 +198,11 @@ class SftLoop:
             checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
         return self._end(interrupted=not finished)
 
-    def _step(self, batch: Batch, known: dict[str, float]) -> Wish | None:
-        """Train one batch, and report its metrics on the first rank.
+    def _step(self, batch: Batch, batch_metrics: dict[str, float]) -> Wish | None:
+        """Train one batch, and report its metrics on the first rank. All ranks call this.
 
         Returns the wish of the alarms that these metrics cause: a checkpoint, the end of the run, or None. Other ranks
-        return None. `known` has metrics of the batch that are known already.
+        return None. `batch_metrics`: metrics of `Course.batch`, and the seconds for which this rank has waited for it.
         """
         begun = time.perf_counter()
         shard = self._own_shard(batch)
@@ -209,11 +212,11 @@ class SftLoop:
         if self._recorder is None:
             return None
         seconds = time.perf_counter() - begun
-        interval = max(seconds + known["trainer_wait_s"], 1e-9)
+        interval = max(seconds + batch_metrics["trainer_wait_s"], 1e-9)  # a divisor
         self._recorder.batch(batch)
         self._recorder.trained(batch.step, self._trainer.shown)
         return self._recorder.step(
-            known
+            batch_metrics
             | {name: metrics[name] for name in REPORTED_METRICS if name in metrics}
             | {
                 "step": batch.step,
@@ -222,20 +225,21 @@ class SftLoop:
                 "nll": metrics["nll_mean"],
                 "trainer_step_s": seconds,
                 "interval_s": interval,
-                "trainer_wait_share": known["trainer_wait_s"] / interval,
+                "trainer_wait_share": batch_metrics["trainer_wait_s"] / interval,
                 "tokens_per_second": metrics["tokens"] / interval,
             }
         )
 
     def _own_shard(self, batch: Batch) -> Shard:
-        """Return this rank's shard of a batch."""
+        """Return this rank's shard of a batch. Every rank computes the whole division, since no hub sends shards."""
         mesh = self._trainer.mesh
         return run_to_end(split_into_shards(batch, mesh.data_shards, self._config.train.minibatches))[mesh.data_shard]
 
     def _strongest_wish(self, wish: Wish | None) -> int:
-        """Return the priority of the strongest wish of all ranks, as `WISHES` has it. `wish`: the wish of this rank.
+        """Return the priority, from `WISHES`, of the strongest wish of all ranks. All ranks call this after each step.
 
-        A signal may have reached only some ranks, and only the first one has alarms.
+        `wish` is the wish of this rank's alarms. Only the first rank has alarms, and a signal may have reached only
+        some ranks, so the ranks must agree.
         """
         asked = WISHES["stop" if self._stop.is_set() else wish]
         most = torch.tensor(asked, device=self._trainer.mesh.device)
@@ -243,7 +247,10 @@ class SftLoop:
         return int(most)
 
     def _evaluate(self) -> None:
-        """Compute and report the loss of the held-out rows, if there are any."""
+        """Compute the loss of the held-out rows, if there are any, and report it on the first rank.
+
+        All ranks call this: before the first step, after each `eval.every` steps, and after the last step.
+        """
         version = self._trainer.version
         if (batch := self._course.held_out(version)) is None:
             return
@@ -256,14 +263,16 @@ class SftLoop:
     def _checkpoint(self) -> None:
         """Write a checkpoint, with the digest of the rows in place of the hub's state. All ranks call this."""
 
-        def no_hub(file: Path) -> FileEntry:
+        def write_digest(file: Path) -> FileEntry:
             file.write_bytes(MARK + b" " + self._course.digest().encode())
             return file_entry(file, file.parent)
 
-        checkpoint.save(self._config.run_dir, self._trainer, no_hub, keep=self._config.checkpoint.keep)
+        checkpoint.save(self._config.run_dir, self._trainer, write_digest, keep=self._config.checkpoint.keep)
 
     def _end(self, *, interrupted: bool) -> End:
         """Write the summary on the first rank, and return how the training ended. Waits for all ranks.
+
+        `interrupted`: True if some steps are left.
 
         Raises:
             AlarmError: an alarm has stopped the run. Raised on the first rank only.

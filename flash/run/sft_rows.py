@@ -67,10 +67,12 @@ it."""
 
 
 class Learned(NamedTuple):
-    """Token sequence, with the spans of tokens that are learned."""
+    """Token sequence, with the spans of tokens that are learned: the answers of the model to be."""
 
     tokens: list[int]
+    """Token ids of the prompts and the answers."""
     spans: list[Span]
+    """Start and stop of each answer in `tokens`, in order."""
 
 
 class TokenRow(NamedTuple):
@@ -84,12 +86,13 @@ class TokenRow(NamedTuple):
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """Yield a trajectory for each sequence, as samples of the step that trains `version`.
 
-        The trainer takes only trajectories. In a run with rewards engines sample them; here they hold the row's tokens.
-        `place` is the number of the row in the course; it stands in the field of the group's number.
+        `_batch` calls this. The trainer takes only trajectories. In a run with rewards engines sample them; here they
+        hold the row's tokens. `place` is the number of the row in the course.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
             yield Trajectory(
+                # The row's place is the number of task and group, so that all sequences of a row form one group.
                 task=Task(place, place, member, seed=place),
                 outcome=Outcome.OK,
                 reward=0.0,
@@ -114,7 +117,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
-        """Return a table of these rows, in their order."""
+        """Return a table of these rows, in their order. Each chunk of tokenized rows becomes a table of its own."""
         sequences = [one for row in rows for one in row.sequences]
         spans = [span for one in sequences for span in one.spans]
         arrays = {
@@ -129,21 +132,22 @@ class TokenTable:
 
     @classmethod
     def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """Return one table with the rows of several tables."""
+        """Return one table with the rows of several tables, in this order. `read_tokens` joins the chunks."""
         parts = [table._arrays for table in tables]
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in ("tokens", "spans", "cut")}
         for name in ("token_ends", "span_ends", "sequence_ends"):
+            # The ends of a table count from its own beginning, so the items of the tables before are added.
             before = np.cumsum([0, *(part[name][-1] if len(part[name]) else 0 for part in parts)])
             arrays[name] = np.concatenate([part[name] + start for part, start in zip(parts, before, strict=False)])
         return cls(arrays)
 
     @classmethod
     def load(cls, folder: Path) -> TokenTable:
-        """Map a table from files that `save` has written."""
+        """Map a table from the files that `save` has written to `folder`. Trainer ranks call this."""
         return cls({name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS})
 
     def save(self, folder: Path) -> None:
-        """Write the table to a new folder."""
+        """Write the table to a new folder, one file for each array. The launcher calls this."""
         folder.mkdir(parents=True)
         for name in ARRAYS:
             np.save(folder / f"{name}.npy", self._arrays[name])
@@ -184,7 +188,7 @@ class TokenTable:
         return int(self._arrays["cut"].sum())
 
     def row(self, index: int) -> TokenRow:
-        """Return row number `index`, counted from 0."""
+        """Return row number `index` of the table, counted from 0."""
         arrays = self._arrays
         sequences: list[Learned] = []
         for sequence in range(*_range(arrays["sequence_ends"], index)):
@@ -195,7 +199,7 @@ class TokenTable:
 
 
 def _ends(lengths: Iterable[int]) -> Any:
-    """Return the sums of the lengths up to and including each item, shape [items]."""
+    """Return the end of each item in a flat array that holds items of these lengths one after another."""
     return np.cumsum(np.fromiter(lengths, np.int64), dtype=np.int64)
 
 
@@ -205,11 +209,12 @@ def _range(ends: Any, index: int) -> tuple[int, int]:
 
 
 class _TokenizedChunk(NamedTuple):
-    """Tokenized chunk of rows, as a worker process returns it."""
+    """Tokenized chunk of rows. A *place* of a row is its file and number, as messages show it."""
 
     table: TokenTable
+    """Rows that are learned."""
     too_long: list[str]
-    """Places of rows that are left out because no answer begins within the longest sequence."""
+    """Places of rows that are left out because no answer begins before the length at which sequences are cut."""
     unlearned: list[str]
     """Places of rows that are left out because they have no token to learn."""
     with_controls: list[str]
@@ -229,7 +234,7 @@ class TokenReport(NamedTuple):
 def read_tokens(
     key: str, path: str, model: ModelConfig, report: Callable[[str], object], max_rows: int | None = None
 ) -> TokenReport:
-    """Read and tokenize the rows of a data set.
+    """Read and tokenize the rows of a data set, in the process of `flash sft`, before the run starts.
 
     Args:
         key: configuration key that names the data set, for messages.
@@ -241,10 +246,11 @@ def read_tokens(
     Raises:
         ConfigError: the data set cannot be read or is empty, some rows are invalid, or no row has a token to learn.
     """
-    rows, faults, shapes = _examples(islice(read_rows(path), max_rows)), list[str](), Counter[str]()
+    faults, shapes = list[str](), Counter[str]()
+    examples = _examples(islice(read_rows(path), max_rows), faults, shapes)
     parts: list[_TokenizedChunk] = []
     done, reported = 0, time.monotonic()
-    with closing(_tokenized_parts(_counted(rows, faults, shapes), model)) as tokenized_parts:
+    with closing(_tokenized_parts(examples, model)) as tokenized_parts:  # an error closes the worker processes
         for part in tokenized_parts:
             parts.append(part)
             done += len(part.table) + len(part.too_long) + len(part.unlearned) + len(part.faults)
@@ -269,6 +275,7 @@ def read_tokens(
             "does, or use the model's own tokenizer"
         )
     counts = ", ".join(f"{_rows(count)} with {shape}" for shape, count in shapes.items())
+    # The lines for the user.
     learned = (
         f"{len(table)} rows are learned: {table.learned} of {table.tokens} tokens, at most {table.longest} a sequence"
     )
@@ -311,32 +318,26 @@ def _left_out(places: Sequence[str]) -> str:
 
 
 _Example = tuple[str, Conversation | Text]
-"""Place of a row, and its content."""
+"""Place of a row (its file and number, for messages), and its content."""
 
 
-def _examples(rows: Iterable[Row]) -> Iterator[_Example | ConfigError]:
-    """Yield each row with its place as an example, or the error that makes the row invalid."""
+def _examples(rows: Iterable[Row], faults: list[str], shapes: Counter[str]) -> Iterator[_Example]:
+    """Yield each valid row as an example. Adds the messages about invalid rows to `faults`, and counts the valid rows
+    of each shape (such as `messages`) in `shapes`."""
     for row in rows:
         try:
-            yield row.place, example_of(row)
+            example = example_of(row)
         except ConfigError as error:
-            yield error
-
-
-def _counted(examples: Iterable[_Example | ConfigError], faults: list[str], shapes: Counter[str]) -> Iterator[_Example]:
-    """Yield the examples, add the messages of the errors to `faults`, and count the rows of each shape in `shapes`."""
-    for one in examples:
-        if isinstance(one, ConfigError):
-            faults.append(str(one))
-        else:
-            shapes[one[1].shape] += 1
-            yield one
+            faults.append(str(error))
+            continue
+        shapes[example.shape] += 1
+        yield row.place, example
 
 
 def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_TokenizedChunk]:
     """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
 
-    At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
+    `read_tokens` calls this. Yields the chunks in the order of the rows.
     """
     first = list(islice(examples, PARALLEL_FROM))
     if len(first) < PARALLEL_FROM:
@@ -347,12 +348,13 @@ def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Genera
     chunks = _chunks(chain(first, examples))
     with ProcessPoolExecutor(cores, get_context("spawn"), _begin_worker, (model,)) as pool:
         try:
+            # At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
             waiting = deque(pool.submit(_tokenize_in_worker, chunk) for chunk in islice(chunks, 2 * cores))
             while waiting:
                 yield waiting.popleft().result()
                 waiting += [pool.submit(_tokenize_in_worker, chunk) for chunk in islice(chunks, 1)]
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, waiting chunks are not tokenized
 
 
 def _chunks(examples: Iterator[_Example]) -> Iterator[list[_Example]]:
@@ -368,7 +370,7 @@ _worker: list[tuple[HfTokenizer, int]] = []
 def _begin_worker(model: ModelConfig) -> None:
     """Make the tokenizer of this worker process, and let the process end with its parent.
 
-    The pool calls this once in each worker.
+    The pool calls this once in each worker, before the first chunk.
     """
 
     def end_with_parent() -> None:
@@ -383,7 +385,7 @@ def _begin_worker(model: ModelConfig) -> None:
 
 
 def _tokenize_in_worker(chunk: list[_Example]) -> _TokenizedChunk:
-    """Tokenize a chunk in a worker process, with the tokenizer that `_begin_worker` has made."""
+    """Tokenize a chunk in a worker process of the pool, with the tokenizer that `_begin_worker` has made."""
     return _tokenize_chunk(chunk, *_worker[0])
 
 
@@ -402,8 +404,10 @@ def _tokenize_chunk(examples: Sequence[_Example], tokenizer: HfTokenizer, max_to
             continue
         if row.sequences:
             rows.append(row)
+        elif row.cut:
+            too_long.append(place)
         else:
-            (too_long if row.cut else unlearned).append(place)
+            unlearned.append(place)
         # Only a plain text may have been rendered by somebody else with a chat template. In a conversation the template
         # writes the control tokens, and a message about one is meant as letters.
         if isinstance(example, Text) and any(
@@ -414,12 +418,12 @@ def _tokenize_chunk(examples: Sequence[_Example], tokenizer: HfTokenizer, max_to
 
 
 def tokenize_row(example: Conversation | Text, place: str, tokenizer: HfTokenizer, max_tokens: int) -> TokenRow:
-    """Return a row as tokens. Each sequence is cut after `max_tokens` tokens.
+    """Return a row as tokens. Each sequence is cut after `max_tokens` tokens; one without a token to learn is left out.
 
     `place` names the row in error messages.
 
     Raises:
-        ConfigError: the model's chat template cannot render the row.
+        ConfigError: the row is invalid, or the model's chat template cannot render it.
     """
     try:
         whole = list(_sequences(example, place, tokenizer))
@@ -430,7 +434,7 @@ def tokenize_row(example: Conversation | Text, place: str, tokenizer: HfTokenize
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Yield the sequences of a row, which may have no spans to learn.
+    """Yield the whole sequences of a row, for `tokenize_row`. A sequence may have no spans to learn.
 
     Raises:
         EnvError: the chat template fails.
@@ -456,6 +460,8 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         if messages[index].role != ASSISTANT or not _is_learned(weight, index, place) or _is_empty(messages[index]):
             continue
         prompt, answer = tokenizer.prompt_and_answer(messages[: index + 1], offered)
+        # The prompt holds the earlier turns. If the template renders them differently now, such as without their
+        # reasoning, the sequence so far cannot be continued.
         if prompt[: len(growing.tokens)] != growing.tokens:
             yield growing
             growing = Learned([], [])
@@ -472,7 +478,7 @@ def _is_empty(answer: Message) -> bool:
 
 
 def _is_learned(weight: Any, index: int, place: str) -> bool:
-    """Return True unless a message has the weight 0 in OpenAI's format.
+    """Return True unless a message has the weight 0, with which OpenAI's format marks answers that are not learned.
 
     Args:
         weight: weight of the message; None if it has no weight.
@@ -488,15 +494,14 @@ def _is_learned(weight: Any, index: int, place: str) -> bool:
 
 
 def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learned:
-    """Return the sequence `prompt` + `answer`. The answer becomes one more span to learn, after `spans`."""
+    """Return the sequence `prompt` + `answer`. The answer becomes one more span to learn, after the spans of earlier
+    answers, which lie in `prompt`."""
     return Learned([*prompt, *answer], [*spans, Span(len(prompt), len(prompt) + len(answer))])
 
 
 def _cut(whole: Learned, max_tokens: int) -> Learned:
-    """Return the first `max_tokens` tokens and their spans.
-
-    The spans leave out the very first token, because no token before it predicts it.
-    """
+    """Return the first `max_tokens` tokens of a sequence, with the spans that remain."""
+    # The spans leave out the very first token, because no token before it predicts it.
     spans = [Span(max(span.start, 1), min(span.stop, max_tokens)) for span in whole.spans]
     return Learned(whole.tokens[:max_tokens], [span for span in spans if span.start < span.stop])
 
@@ -517,8 +522,8 @@ class CourseTokens(NamedTuple):
 
     @classmethod
     def read(cls, config: Config, report: Callable[[str], object]) -> CourseTokens:
-        """Read and tokenize all rows. `report` is called with lines about the progress. Raises the errors of
-        `read_tokens`."""
+        """Read and tokenize all rows, for `flash sft`. `report` is called with lines about the progress. Raises the
+        errors of `read_tokens`."""
         assert config.sft is not None
         model = replace(config.model, tool_parser=None, reasoning_parser=None)  # no response is parsed
         data, held_out = read_tokens("sft.data", config.sft.data, model, report), None
@@ -528,18 +533,19 @@ class CourseTokens(NamedTuple):
 
     @classmethod
     def load(cls, folder: Path) -> CourseTokens:
-        """Map the rows that `save` has written into memory."""
+        """Map the rows that `save` has written to `folder` into memory. Each trainer rank calls this."""
         held_out = folder / "held_out"
         return cls(TokenTable.load(folder / "data"), TokenTable.load(held_out) if held_out.is_dir() else None)
 
     def save(self, folder: Path) -> None:
-        """Write the rows into a new folder, for the trainer ranks."""
+        """Write the rows into a new folder, for the trainer ranks. The launcher calls this before it starts them."""
         self.data.save(folder / "data")
         if self.held_out is not None:
             self.held_out.save(folder / "held_out")
 
     def with_steps(self, config: Config) -> Config:
-        """Return the configuration with the number of steps that the epochs take. The last step may have fewer rows."""
+        """Return the configuration with the number of steps that the epochs take in `run.steps`. The last step may have
+        fewer rows than the others. `flash sft` calls this before it starts processes."""
         steps = math.ceil(_length(config, len(self.data)) / config.train.batch_size)
         return replace(config, run=replace(config.run, steps=steps))
 
@@ -550,7 +556,7 @@ class CourseTokens(NamedTuple):
             yield f"model: {ends}"
         first = self.data.row(0).sequences[0]
         texts = tokenizer.token_texts(first.tokens)
-        for span in reversed(first.spans):
+        for span in reversed(first.spans):  # from the end, since each replacement moves what follows
             texts[span.start : span.stop] = [f"[{''.join(texts[span.start : span.stop])}]"]
         yield f"sft.data: the first row, what is learned of it in brackets: {''.join(texts)!r}"
 
@@ -564,7 +570,8 @@ class Course:
     def __init__(self, config: Config, tokens: CourseTokens) -> None:
         self._config, self._tokens = config, tokens
         self._length = _length(config, len(tokens.data))
-        self._order = lru_cache(maxsize=2)(self._shuffled)
+        """Number of rows that all epochs train together. A *place* in the course counts them, from 0."""
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may begin in one epoch and end in the next
 
     def _shuffled(self, epoch: int) -> Int64Array:
         """Return the numbers of all rows in the order of an epoch, which follows only from `run.seed` and `epoch`."""
@@ -577,7 +584,8 @@ class Course:
     def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return the batch of a step, and metrics about it: number of samples, epoch, and share of rows that were cut.
 
-        `step` is below `run.steps`, so the batch is not empty.
+        The training loop of each rank calls this, in a thread, one step ahead. `step` is below `run.steps`, so the
+        batch is not empty.
         """
         size, rows = self._config.train.batch_size, self._tokens.data
         places = range(step * size, min((step + 1) * size, self._length))
@@ -589,13 +597,14 @@ class Course:
         return _batch(step, found), {"samples": len(found), "epoch": places.stop / len(rows), "cut_share": cut}
 
     def held_out(self, version: int) -> Batch | None:
-        """Return the held-out rows as a batch of the step that trains `version`; None if there are none."""
+        """Return all held-out rows as a batch of the step that trains `version`; None if there are none. The training
+        loop only measures their loss."""
         rows = self._tokens.held_out
         return None if rows is None else _batch(version, {place: rows.row(place) for place in range(len(rows))})
 
 
 def _batch(step: int, rows: dict[int, TokenRow]) -> Batch:
-    """Return rows as a batch of a step. `rows` has them by their place in the course."""
+    """Return rows as a batch of a step. `rows`: by place in the course, or by number if they are held out."""
     return Batch(step, step, [one for place, row in rows.items() for one in row.trajectories(place, step)], [])
 
 

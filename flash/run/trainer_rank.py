@@ -46,27 +46,28 @@ log = logging.getLogger("flash")
 
 
 def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
-    """Train until the hub has no more batches. Return the exit code of the process.
+    """Train until the hub has no more batches. Return the exit code of the process, for its launcher.
 
     `order` is the launcher's order, with the number of this machine and of the rank on it. After the hub has admitted
     the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by giving them no more batches,
     so that all ranks end after the same step.
     """
-    token = os.environ.pop(TOKEN_VARIABLE, None)
+    token = os.environ.pop(TOKEN_VARIABLE, None)  # removed, so that no child process inherits it
     index = order.node * config.cluster.trainer_ranks + order.local
     store, address = None, ""
     if index == 0:
         store, address = _open_store(config)
     with ExitStack() as stack:
         enter = partial(_enter, index, config, address, stack)
+        # One rank of each other machine prints that it waits. On the first machine the hub's start prints lines.
         hub, incarnation = find_hub(config, token, enter, prints=order.node > 0 and order.local == 0)
-        if incarnation.checkpoint is None:
+        if incarnation.checkpoint is None:  # the run is over, so the rank has nothing to do
             return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         threading.Thread(target=send_heartbeats, args=(hub, index), name="flash-beat", daemon=True).start()
         try:
-            if store is None:
+            if store is None:  # this is not rank 0, whose store all others use
                 host, _, port = incarnation.store.rpartition(":")
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
             _train(order.local, config, index, store, incarnation, hub, stack)
@@ -96,13 +97,15 @@ def _open_store(config: Config) -> tuple[Store, str]:
 def send_heartbeats(hub: BlockingClient, rank: int) -> None:
     """Send heartbeats to the hub until the incarnation of this rank is over. Runs in a thread of its own.
 
-    The hub answers each heartbeat after a while, and ends the incarnation if a rank sends none. The thread does not end
-    the process when the incarnation is over: torch may block the main thread then, so the launcher kills the process.
+    The hub lets each heartbeat wait for some seconds before it replies, and ends the incarnation if a rank sends none.
+    The thread does not end the process when the incarnation is over: torch may block the main thread then, so the
+    launcher kills the process.
     """
     from flash.hub.protocol import RankHeartbeat
 
     with suppress(FlashError):  # raised when the incarnation is over or the hub is gone
         while True:
+            # No timeout: the main thread notices a hub that does not answer, and reports it.
             hub.call(RankHeartbeat(rank), timeout=math.inf)
 
 
@@ -111,7 +114,8 @@ def _enter(
 ) -> tuple[BlockingClient, IncarnationReply]:
     """Connect to a hub, report this rank, and return the connection and the starting point of the incarnation.
 
-    `find_hub` calls this again with the next address if it raises FlashError.
+    `find_hub` calls this for each address that it finds, until a call succeeds. Raises FlashError if the process at
+    `address` is not the hub, or if the hub does not admit the rank.
 
     Args:
         index: number of this rank among all trainer ranks.
@@ -123,7 +127,7 @@ def _enter(
     from flash.hub import protocol as p
     from flash.transport.client import BlockingClient
 
-    with ExitStack() as entered:
+    with ExitStack() as entered:  # closes the connection if the hub does not admit the rank
         peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.request)
         hub = entered.enter_context(BlockingClient(*peer))
         # The reply may take long: the hub reads a whole checkpoint before it answers.
@@ -134,7 +138,10 @@ def _enter(
 
 
 def describe_peers(index: int, config: Config) -> str:
-    """Return a phrase for the trainer ranks other than rank `index`, for error messages about failed collectives."""
+    """Return a phrase for the trainer ranks other than rank `index`, and their machines.
+
+    Error messages about a failed *collective*, an operation in which all ranks take part, contain it.
+    """
     ranks = [rank for rank in range(config.trainer_world_size) if rank != index]
     nodes = [rank // config.cluster.trainer_ranks for rank in ranks]
     if not ranks:
@@ -148,7 +155,8 @@ def describe_peers(index: int, config: Config) -> str:
 def report_error(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
     """Report the error that ends this rank to the hub, which shows it and ends the run or the incarnation.
 
-    Does nothing if the rank has only lost the hub. If the hub does not react in time, the error is logged here.
+    `run_trainer_rank` calls this just before its process ends. Does nothing if the rank has only lost the hub. If the
+    hub does not react in time, the error is logged here.
 
     Args:
         hub: connection to the hub.
@@ -187,7 +195,9 @@ def _train(
     hub: BlockingClient,
     stack: ExitStack,
 ) -> None:
-    """Build the trainer and run its loop until no batch is left.
+    """Join the process group, build the trainer, and run its loop until no batch is left.
+
+    `run_trainer_rank` calls this once the hub has admitted the rank. Raises any error that ends the rank.
 
     Args:
         local: number of this rank on its machine, which chooses its GPU.
@@ -219,7 +229,7 @@ def _train(
     tokenizer = HfTokenizer(config.model)
     tokenizer.add_ends(trainer.model.generation_config)
     loop = TrainerLoop(config, index, trainer, publisher, hub, tokenizer.inner, profiler)
-    gc.freeze()
+    gc.freeze()  # later collections skip the objects that exist now
     gc.enable()
     loop.run()
 
@@ -227,8 +237,8 @@ def _train(
 def meet(local: int, config: Config, index: int, store: Store, stack: ExitStack) -> None:
     """Set this rank's device and seed, and join the process group of the trainer ranks until `stack` is closed.
 
-    Ranks that train the same shard get the same seed. Blocks until all ranks have joined. Ranks of `flash sft` call
-    this, too.
+    Ranks that train the same shard get the same seed. Blocks until all ranks have joined, at most deadlines.collective.
+    Ranks of runs and of `flash sft` call this before they build the trainer.
 
     Args:
         local: number of this rank on its machine, which chooses its GPU.

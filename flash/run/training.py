@@ -65,7 +65,8 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
 def error_left(run_dir: Path, since: float) -> FlashError:
     """Return the error that ended the run, from its marker `error.json`, as an object that can be raised.
 
-    `since` is the start of this launch in Unix seconds.
+    `train` calls this after a failed launch. If this launch has left no marker, returns an error that points to the
+    output. `since` is the start of this launch in Unix seconds.
     """
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())

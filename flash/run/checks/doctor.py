@@ -64,7 +64,7 @@ class Finding(msgspec.Struct, frozen=True):
     advice: str = ""
     """Advice on how to get a missing thing."""
     check: str = ""
-    """Name of the check."""
+    """Name of the check. `examine` sets it."""
 
 
 Check = Callable[[Config | None], Finding]
@@ -76,9 +76,10 @@ missing = partial(Finding, "missing")
 
 
 def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Finding]:
-    """Run all checks in parallel, and return their results.
+    """Run all checks in parallel, and return their results in the order of `checks`.
 
-    A check that raises an error or is too late counts as missing.
+    `flash doctor` calls this once. A check that raises an error, or that has no result within `seconds`, counts as
+    missing.
     """
     end = time.monotonic() + seconds
     running = {name: _RunningCheck(check, config) for name, check in checks.items()}
@@ -86,11 +87,11 @@ def examine(checks: Mapping[str, Check], config: Config | None, seconds: float =
 
 
 class _RunningCheck:
-    """A running check, in a daemon thread."""
+    """A check that runs in a daemon thread, which the constructor starts."""
 
     def __init__(self, check: Check, config: Config | None) -> None:
         self._check, self._config = check, config
-        self._found: Finding | None = None
+        self._found: Finding | None = None  # until the check has ended
         # A daemon thread, because a check of a dead file system may never return.
         self._thread = threading.Thread(target=self._make, daemon=True)
         self._thread.start()
@@ -138,7 +139,7 @@ def memory(config: Config | None) -> Finding:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, int(most) - int((limit.parent / "memory.current").read_text()))
-    caches = 1.0
+    caches = 1.0  # GiB of all KV caches; those of engines on GPUs take no memory of the machine
     if config is not None:
         caches = config.engine.kv_cache_gib * config.engine.count if config.gpus_per_node == 0 else 0.0
     text = f"{free / GIB:.1f} GiB are free; a small model takes {BASE_GIB + caches:.1f} GiB"
@@ -210,7 +211,7 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
 
 
 def pinned(name: str) -> str | None:
-    """Return the version of a package in the lock files; None if they do not list the package."""
+    """Return the version of a package in the lock files of the CPU environment; None if they do not list it."""
     for file in PINS.glob("*.txt"):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{name}=="):
@@ -233,7 +234,8 @@ def port(config: Config | None) -> Finding:
 
 
 def model(config: Config | None) -> Finding:
-    """Show the model that a run would have to fetch or convert first. It is never reported as missing."""
+    """Show the model that a run would have to fetch or convert first. It is never reported as missing, since the start
+    of a run makes it."""
     if config is None or config.model.fetch is None:
         return not_needed("nothing is fetched")
     folder, source = Path(config.model.path), source_of(config.model.fetch)
@@ -324,7 +326,7 @@ def slurm(config: Config | None) -> Finding:
 def file_system(folder: Path, mounts: str) -> str:
     """Return the kind of file system that a folder is on, such as `nfs4`; `an unknown file system` if no mount fits.
 
-    `mounts` is the text of /proc/self/mountinfo.
+    `mounts` is the text of /proc/self/mountinfo. The check `shared` calls this.
     """
     path = folder.resolve()
     kinds: dict[Path, str] = {}

@@ -42,11 +42,11 @@ from flash.types import Trajectory
 from flash.waiting import deadline
 
 SHOWN = 200
-"""Most characters of a prompt that are shown."""
+"""Largest number of characters of an observation or an answer that is shown."""
 
 
 def dry_run(config: Config) -> list[str]:
-    """Run all checks, and return the lines that are shown to the user.
+    """Run all checks, and return the lines that are shown to the user. For `flash train --dry-run`.
 
     Raises:
         ConfigError: something would stop the run.
@@ -70,7 +70,7 @@ def dry_run(config: Config) -> list[str]:
             lines.append(f"model: {ends}")
         played, own = run_watched(say, _play, config, tokenizer)
     (turn,) = played.turns
-    prompt = played.action_spans[0].start
+    prompt = played.action_spans[0].start  # number of tokens before the first response
     lines.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
     stand_in = "the prompt's last token in place of a model's answer"
     lines.append(f"environment: {_short(turn.action)} ({stand_in}) gets reward {turn.reward:g}")
@@ -83,7 +83,9 @@ def dry_run(config: Config) -> list[str]:
 
 
 def _engine(config: Config) -> str:
-    """Return a sentence about vLLM's check of its arguments. They are only checked if the GPUs and the model are there.
+    """Return a sentence about vLLM's check of its arguments (`[engine.vllm]`), of which some are given.
+
+    vLLM checks them fully only if the GPUs and the model are there.
 
     Raises:
         ConfigError: vLLM refuses the arguments.
@@ -99,8 +101,9 @@ def _engine(config: Config) -> str:
 async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[str]]:
     """Play the first turn of a problem twice, with a stand-in's answer in place of the model's.
 
-    Returns the trajectory, and lines for the user: about the problem's own answer, about a problem that changes
-    although its seed is the same, and about held-out problems, which only evaluations ask.
+    `dry_run` calls this on an event loop like that of a run. Returns the first trajectory, and lines for the user:
+    about the problem's own answer, about a problem that changes although its seed is the same, and about held-out
+    problems, which only evaluations ask.
     """
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
@@ -133,17 +136,17 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     solution = await anyio.to_thread.run_sync(env.solution_of, seed)
     if solution is None:
         return []
-    one, limits = env.make(env.kind_of(seed)), config.deadlines
-    if isinstance(one, Informed):  # such an environment expects token ids, and here there are none
+    made, limits = env.make(env.kind_of(seed)), config.deadlines
+    if isinstance(made, Informed):  # such an environment expects token ids, and here there are none
         return []
     subject = f"environment: the problem's own answer {_short(solution)} as the answer"
     try:
         try:
-            reset, step = partial(one.reset, seed), partial(one.step, solution)
-            await call_method(f"reset (seed {seed})", limits.env_reset, "env_reset", reset, env=one)
-            _, reward, *_ = await call_method(f"step (seed {seed})", limits.env_step, "env_step", step, env=one)
+            reset, step = partial(made.reset, seed), partial(made.step, solution)
+            await call_method(f"reset (seed {seed})", limits.env_reset, "env_reset", reset, env=made)
+            _, reward, *_ = await call_method(f"step (seed {seed})", limits.env_step, "env_step", step, env=made)
         finally:
-            await call_method(f"close (seed {seed})", limits.close, "close", one.close, env=one, shield=True)
+            await call_method(f"close (seed {seed})", limits.close, "close", made.close, env=made, shield=True)
     except EnvError as error:
         return [f"{subject} fails: {error}"]
     if reward > 0:
@@ -153,11 +156,12 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
 
 
 def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
-    """Return a line for the user if two episodes with one seed show different problems; none if they show the same."""
-    (one,), (other,) = played.turns, again.turns
-    if played.task.seed != again.task.seed or one.observation == other.observation:
+    """Return a line for the user if two episodes with one seed show different problems; an empty list if they show the
+    same."""
+    (first,), (second,) = played.turns, again.turns
+    if played.task.seed != again.task.seed or first.observation == second.observation:
         return []
-    shown = f"first {_short(one.observation)}, then {_short(other.observation)}"
+    shown = f"first {_short(first.observation)}, then {_short(second.observation)}"
     why = "the samples of a group would be compared though they answer different problems"
     warning = (
         f"environment: WARNING: `reset` shows another problem when it is called again with seed {played.task.seed}: "
@@ -167,7 +171,8 @@ def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
 
 @contextmanager
 def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
-    """Yield the model's tokenizer and a description of the model. The tokenizer is None if it must be fetched first."""
+    """Yield the model's tokenizer and a description of the model, for the user. Nothing is fetched or made, except for
+    a tokenizer in a temporary folder. The tokenizer is None if the model must be fetched from a package first."""
     path = Path(config.model.path)
     source = source_of(config.model.fetch) if config.model.fetch is not None else None
     if source is not None and why_not_there(path, source) is not None:
@@ -195,7 +200,9 @@ def _of_folder(config: Config, folder: str) -> HfTokenizer:
 
 
 def model_described(config: Config) -> str:
-    """Return the class and the size of the model. Only its configuration is read, not its weights.
+    """Return a phrase with the class and the size of the model. Only its configuration is read, not its weights.
+
+    The dry runs of `flash train` and of `flash sft` show it.
 
     Raises:
         ConfigError: transformers knows no such causal language model, its layers cannot be divided among the ranks, it

@@ -56,7 +56,10 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
 
 
 def start_problems(config: Config) -> list[ConfigProblem]:
-    """Return the problems that would stop the run of `flash train`, in addition to those of the configuration."""
+    """Return the problems that would stop the run of `flash train`, in addition to those of the configuration.
+
+    `flash.config.load.load` calls this last, for `flash train`, `flash doctor` and `flash.train`.
+    """
     if config.sft is not None:
         message = "is only for `flash sft`: leave it out (`sft=none`), and set model.path to the model that it has made"
         return [ConfigProblem("sft", message)]
@@ -64,13 +67,16 @@ def start_problems(config: Config) -> list[ConfigProblem]:
 
 
 def sft_problems(config: Config) -> list[ConfigProblem]:
-    """Return the problems that would stop the run that `flash sft` is about to start, except faults of single rows."""
+    """Return the problems that would stop the run that `flash sft` is about to start, except faults of single rows.
+
+    `flash.config.load.load` calls this last. The rows are tokenized, and so checked, after that.
+    """
     if config.sft is None:
         return [ConfigProblem("sft", "is missing: an [sft] table names the rows, as `sft.data=rows.jsonl`")]
     problems: list[ConfigProblem] = []
     for key, path in (("sft.data", config.sft.data), ("sft.held_out", config.sft.held_out)):
         try:
-            _ = path and column_names(path)
+            _ = path and column_names(path)  # raises an error if the file is missing or cannot be read
         except ConfigError as error:
             problems.append(ConfigProblem(key, str(error)))
     # The number of steps follows from the rows, which are not read yet. So `flash sft` calls `too_many_steps` later.
@@ -78,7 +84,7 @@ def sft_problems(config: Config) -> list[ConfigProblem]:
 
 
 def _common_problems(config: Config) -> list[ConfigProblem]:
-    """Return the problems that would stop a run of either command."""
+    """Return the problems that would stop a run of `flash train` or of `flash sft`."""
     problems = [*_temporary_folder(), *_unimportable(config), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
         problems += [*_output_folders(config), *_hub(config), *_resumed_run(config)]
@@ -130,7 +136,7 @@ def _output_folders(config: Config) -> Iterator[ConfigProblem]:
 
 def _models(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of models: folders without weights, hub ids without a model, tiny models that cannot be made."""
-    made = {path: key for key, path, _ in tiny_models(config)}
+    made = {path: key for key, path, _ in tiny_models(config)}  # models that the run makes if they are missing
     for path, key in made.items():
         if unreachable(str(path)) is not None:
             continue
@@ -168,6 +174,7 @@ def _fault_of_weights(folder: Path) -> str:
     """
     parts = set(folder.glob("*.safetensors"))
     try:
+        # A model in several files has an index, which also names files that are missing.
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         parts |= {folder / name for name in index["weight_map"].values()}
     except FileNotFoundError:
@@ -234,7 +241,8 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
 def changes_without_effect(config: Config) -> list[ConfigProblem]:
     """Return warnings for a resumed run: keys that were changed in its configuration and do not have their full effect.
 
-    Each has a message about the part that stays unchanged. The list is empty if no run is resumed.
+    Each has a message about the part that stays unchanged. The list is empty if no run is resumed. `flash train`,
+    `flash sft` and `flash.train` print the warnings before they start anything.
     """
     if (recorded_before := _recorded_settings(config)) is None or newest_complete(config.run_dir) is None:
         return []
@@ -258,7 +266,11 @@ def _resumed_run(config: Config) -> Iterator[ConfigProblem]:
 
 
 def too_many_steps(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if the resumed run has already made more steps than run.steps."""
+    """Yield a problem if the resumed run has already made more steps than run.steps.
+
+    `flash train` checks this with the other problems, and `flash sft` once it has counted the rows, from which
+    run.steps follows.
+    """
     if unreachable(str(config.run_dir.absolute())) is not None:
         return
     if not config.run.resume or not config.run_dir.is_dir() or _recorded_settings(config) is None:
@@ -339,7 +351,8 @@ def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _recorded_settings(config: Config) -> dict[str, Any] | None:
-    """Return the settings of the resumed run; empty if they cannot be read; None if no run is resumed."""
+    """Return the settings that the resumed run has recorded; empty if they cannot be read; None if no run is
+    resumed."""
     file = RunDirectory(config.run_dir).config
     if not config.run.resume or not file.is_file():
         return None
@@ -355,7 +368,7 @@ def _present_settings(config: Config) -> dict[str, Any]:
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
+    """Return the path, or its nearest parent that exists. The folder would be made there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
