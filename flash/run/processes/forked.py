@@ -38,7 +38,7 @@ would take the CPU cores of engines and other processes."""
 
 
 def ranks_server() -> ForkServer:
-    """Return a new server from which trainer ranks are forked."""
+    """Return a new server from which trainer ranks are forked, for `Processes.fork_from`. It is not started yet."""
     # With this variable, torch checks for a GPU without initialising CUDA. CUDA cannot be used in a process that is
     # forked after its initialisation.
     without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -46,7 +46,8 @@ def ranks_server() -> ForkServer:
 
 
 def loops_server(config: Config, node: int) -> ForkServer:
-    """Return a new server from which the node loop of machine `node` and its engines are forked."""
+    """Return a new server from which the node loop of machine `node` and its engines are forked, for
+    `Processes.fork_from`. It is not started yet."""
     if not config.engines_on(node):
         return ForkServer(*LOOP_MODULES)
     from flash.rollout.vllm.start import server_variables
@@ -55,7 +56,7 @@ def loops_server(config: Config, node: int) -> ForkServer:
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Arguments that a process gets from its launcher, in addition to the configuration."""
+    """Arguments that a process gets from its launcher, in addition to its role and the file of the configuration."""
 
     node: int
     """Number of the machine in its job. A machine that joins without a job has the number of nodes with trainers, which
@@ -94,7 +95,7 @@ class JobProcess(ForkedProcess):
         self._order = order
 
     def enter(self) -> None:
-        """Set up the new process: session, resource tracker, title, import path and output streams.
+        """Set up the new process: signals, session, resource tracker, title, import path and output streams.
 
         `run` calls this first, in the new process.
         """
@@ -112,7 +113,10 @@ class JobProcess(ForkedProcess):
             stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     def run(self) -> None:
-        """Run the worker in the new process, and exit with the exit code that the worker returns."""
+        """Run the worker in the new process, and exit with the exit code that the worker returns.
+
+        The fork calls this; it is the whole life of the process.
+        """
         self.enter()
         code: int = import_module(WORKER_MODULE).main(self._role, self._file, self._order)
         sys.stdout.flush()

@@ -31,6 +31,7 @@ TOKEN_VARIABLE = "FLASH_TOKEN"
 MIN_HEX_DIGITS = 32
 """Least length of a token in hexadecimal digits: 16 bytes, since fewer could be guessed."""
 _SET_TOKEN = f"set {TOKEN_VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
+"""Advice in error messages about the file of the token."""
 _TOKEN_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
 """Pattern of the token file's name."""
 HUB_FILE = "hub.json"
@@ -41,9 +42,9 @@ class Announcement(msgspec.Struct, frozen=True):
     """Content of the announcement file in the run directory."""
 
     body: bytes
-    """Encoded address of the hub."""
+    """Address of the hub: a `HubAddress` without token, as JSON."""
     token_file: str
-    """Name of the token's file in the run directory; empty if the token is in the environment."""
+    """Name of the token's file in the run directory; empty if all hosts get the token in FLASH_TOKEN."""
     proof: bytes
     """HMAC-SHA256 of the body, with the token as key."""
 
@@ -52,7 +53,8 @@ class Announcement(msgspec.Struct, frozen=True):
 def hub_token(run_dir: Path, variable: str | None) -> Generator[tuple[bytes, str]]:
     """Make the token of a new hub. Yields the token and the name of its file, which exists while the block runs.
 
-    If `variable`, the value of FLASH_TOKEN, is not None, it is the token. Then there is no file, and the name is empty.
+    The node loop with the hub calls this before it opens the hub's port. If `variable`, the value of FLASH_TOKEN, is
+    not None, it is the token. Then there is no file, and the name is empty.
 
     Raises:
         ConfigError: `variable` is not a valid token.
@@ -91,7 +93,7 @@ def _write_token(path: Path, token: bytes) -> None:
 
 
 def sign(body: bytes, token: bytes, token_file: str) -> bytes:
-    """Return the content of an announcement file: `body`, and a proof that its writer knows `token`.
+    """Return the content of an announcement file: `body`, and a proof that its writer knows `token`. For `announce`.
 
     `token_file` is the name of the token's file; empty if all hosts get the token in FLASH_TOKEN.
     """
@@ -99,7 +101,7 @@ def sign(body: bytes, token: bytes, token_file: str) -> bytes:
 
 
 def verify(stored: bytes, run_dir: Path, variable: str | None) -> tuple[bytes, bytes]:
-    """Check the content of an announcement file, and return the announced body and the token.
+    """Check the content of an announcement file, and return the announced body and the token. For `HubPlace.find`.
 
     Args:
         stored: content of the file.
@@ -218,23 +220,27 @@ class HubPlace(msgspec.Struct, frozen=True):
 
 
 def announce(run_dir: Path, address: HubAddress, token_file: str) -> None:
-    """Write the hub's address, without the token, to the run directory, where other processes find it."""
+    """Write the hub's address, without the token, to the run directory, where other processes find it.
+
+    The node loop with the hub calls this once the hub listens. `token_file` is the second result of `hub_token`.
+    """
     open_part = msgspec.json.encode(msgspec.structs.replace(address, token=b""))
     write_atomically(run_dir / HUB_FILE, sign(open_part, address.token, token_file))
 
 
 def withdraw(run_dir: Path) -> None:
-    """Delete the announcement of the hub from the run directory, because the hub is about to end."""
+    """Delete the announcement of the hub from the run directory. The node loop with the hub calls this when it ends,
+    and the launcher in case the node loop was killed."""
     # A disk that has become read-only must not hide the error that ends the hub.
     with suppress(OSError):
         (run_dir / HUB_FILE).unlink(missing_ok=True)
 
 
 def _announcement(folder: Path) -> bytes:
-    """Return the content of the announcement in a run directory.
+    """Return the content of the announcement in the run directory `folder`.
 
     Raises:
-        ConfigError: there is none. The message has the reason.
+        ConfigError: there is none. The message has the reason, such as that the run has ended.
     """
     try:
         return (folder / HUB_FILE).read_bytes()

@@ -72,7 +72,8 @@ class Launch:
     def run(self) -> int:
         """Run the parts to their end, and return the exit code. The caller must be the main thread.
 
-        The signal handlers of the thread are restored at the end.
+        `flash.run.processes.launcher` calls this once, when it has made the parts. The signal handlers of the thread
+        are restored at the end.
 
         Raises:
             FlashError: a part has failed; see the parts.
@@ -102,6 +103,7 @@ class Launch:
         """Run the parts and the signal handler on the event loop. Returns the exit code."""
         send, receive = anyio.create_memory_object_stream[int](math.inf)
         loop = asyncio.get_running_loop()
+        # Python runs signal handlers in the main thread, which may not be the thread of this loop.
         self._on_signal = lambda number: loop.call_soon_threadsafe(send.send_nowait, number)
         for number in self._early_signals:
             send.send_nowait(number)
@@ -119,7 +121,7 @@ class Launch:
         """Handle signals: the first starts the end of all parts, and a later SIGINT kills them.
 
         `ending` is set at the first signal, so that no part restarts. Further signals other than SIGINT have no effect,
-        because Slurm may send several.
+        because Slurm may send several. `tasks` is the task group of `_run`.
 
         Consumes signals. Waits for the next one, until `_run` cancels this task.
         """
@@ -142,7 +144,11 @@ class Launch:
         return 0 if end == End.OVER else LOST
 
     async def keep_running(self, ending: anyio.Event) -> End:
-        """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended."""
+        """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended.
+
+        `_run` calls this. If the part with the hub is over, the trainer ranks are ended. `ending` is set when a part
+        must end, and not restart.
+        """
         end, ranks_over = End.OVER, anyio.Event()
         async with anyio.create_task_group() as tasks:
             if self._ranks is not None:
@@ -177,7 +183,8 @@ class Launch:
     def _mark(self, part: SupervisedPart | None, kind: type[PeerLostError]) -> None:
         """Write the reason for the final failure of `part` to the marker, if no process has written an error there.
 
-        `kind` is the class of the error that the marker then names.
+        Called when `part` has ended; does nothing if it ended in order. `kind` is the class of the error that the
+        marker then names.
         """
         if part is not None and part.final_reason and self._marker is not None and not self._marker.exists():
             self._marker.write(kind(part.final_reason))
@@ -203,7 +210,7 @@ class Launch:
     async def _watch_hub(self, ranks: Ranks, ending: anyio.Event) -> None:
         """Watch the hub until the run is over, and then end the ranks, except on the hub's own machine.
 
-        There `keep_running` ends them, after the node loop with the hub has ended.
+        There `keep_running` ends them, after the node loop with the hub has ended. This is a task of `keep_running`.
         """
         await ranks.watch_hub(self._hub_hangs)
         if not self._has_hub:
@@ -221,16 +228,20 @@ class Launch:
     async def _end(self, number: signal.Signals, whole_scope: anyio.CancelScope) -> None:
         """End the running parts in order after a signal, and kill processes that do not end in time.
 
-        `whole_scope`, the scope of the whole launch, is cancelled if no process runs. Otherwise this task waits until
-        `_run` cancels it, because all parts are over, or until the time for the end is over.
+        A task that `_handle_signals` starts at the first signal, `number`. `whole_scope`, the scope of the whole
+        launch, is cancelled if no process runs. Otherwise this task waits until `_run` cancels it, because all parts
+        are over, or until the time for the end is over.
         """
         if not any(part.processes.pids for part in self._parts):
             whole_scope.cancel()
             return
         with anyio.move_on_after(max(part.grace_s for part in self._parts)):
+            # A node loop with the hub interrupts the run, and a node loop alone leaves it. Both run on after the
+            # signal.
             if self._loop is not None and (self._has_hub or self._ranks is None):
                 self._loop.processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 await anyio.sleep_forever()
+            # Ranks cannot leave the run, so the hub must interrupt the whole run.
             ranks = self._ranks
             if ranks and await ranks.send_to_hub(p.Interrupt(f"node {ranks.node} received {number.name}")):
                 await anyio.sleep_forever()

@@ -64,7 +64,11 @@ log = logging.getLogger("flash")
 
 
 def begin_launch() -> str:
-    """Make this process the launcher of all processes that it starts, and return the name of the launch."""
+    """Make this process the launcher of all processes that it starts, and return the name of the launch.
+
+    `launch`, `join` and `launch_sft` of `flash.run.processes.launcher` call this before they start processes. The
+    processes inherit the name in their environment variables.
+    """
     os.environ[LAUNCHER] = name = f"{os.getpid()}.{start_ticks(os.getpid())}.{time.time_ns()}"
     return name
 
@@ -111,7 +115,8 @@ def end_with_torchrun() -> None:
 
 
 def _terminate_after(descriptor: int) -> None:
-    """Wait for the end of the process of a pidfd, and send SIGTERM to this process. Runs in a thread."""
+    """Wait for the end of the process that the pidfd `descriptor` refers to, and send SIGTERM to this process. Runs in
+    a thread."""
     select.select([descriptor], [], [])  # readable when the process ends
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -148,8 +153,8 @@ def _watch_launcher(launcher: int, descriptor: int, grace_s: float, speaks: bool
 
     `launcher` is the launcher's process id, `descriptor` its pidfd.
     """
-    # Readable when the process ends. PR_SET_PDEATHSIG of Linux is no replacement: it signals already when the thread
-    # that started this process ends, and it prints nothing.
+    # Readable when the process ends. PR_SET_PDEATHSIG of Linux is no replacement: it sends its signal when the thread
+    # that started this process ends, which may be earlier, and it prints nothing.
     select.select([descriptor], [], [])
     if speaks:
         action = "leaving a checkpoint for --resume, and ending" if grace_s else "ending this node's part"
@@ -171,7 +176,7 @@ def scratch_folder(parent: Path | None = None) -> Generator[Path]:
     in `parent`, or else in Python's folder for temporary files; in /tmp if its path would be too long there.
     """
     base = str(parent or tempfile.gettempdir())
-    short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"
+    short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"  # 20 bytes for the folder's own name
     remove_abandoned(Path(short))
     # Locked before it gets its final name, under which other launches look for abandoned folders.
     folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=short))
@@ -217,12 +222,15 @@ def remember_shared_memory(core: int) -> None:
                 found.update(SHARED_NAME.findall((process / "maps").read_text()))
     with suppress(OSError), (Path(os.environ[SCRATCH]) / SHARED_MEMORY).open("a+") as file:
         file.seek(0)
-        # A single write, because several engines may start at the same time.
+        # A single write to a file in append mode, because several engines may start at the same time.
         file.write("".join(f"{name}\n" for name in sorted(found - set(file.read().splitlines()))))
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the scratch folders that killed launches of this user have left in the folder `base`."""
+    """Remove the scratch folders that killed launches of this user have left in the folder `base`.
+
+    A launch calls this before it makes its own scratch folder.
+    """
     for folder in base.glob(f"{SCRATCH_PREFIX}*"):
         with suppress(OSError):  # another launch removes it at the same time, or we have no permission
             if (
@@ -257,7 +265,10 @@ class ErrorMarker:
         self._launch = launch
 
     def exists(self) -> bool:
-        """Return True if a process of this launch has ended with an error that no restart can fix."""
+        """Return True if a process of this launch has ended with an error that no restart can fix.
+
+        A process that starts then ends at once, and the launcher returns another exit code.
+        """
         return self.message() is not None
 
     def message(self) -> str | None:
@@ -272,12 +283,16 @@ class ErrorMarker:
         return None
 
     def _places(self) -> list[Path]:
-        """Return the possible paths of the marker, the preferred one first."""
+        """Return the possible paths of the marker, the preferred one first: run directory, then scratch folder."""
         scratch = os.environ.get(SCRATCH)
         return [self._path] if scratch is None else [self._path, Path(scratch) / ERROR_FILE]
 
     def write(self, error: FlashError) -> None:
-        """Write the error to the first place that can be written. Log a warning if none can."""
+        """Write the error to the first place that can be written. Log a warning if none can.
+
+        A process of the first node calls this when it ends with an error that no restart can fix, and a launcher when a
+        part has no restart left.
+        """
         row = {"launch": self._launch, "error": type(error).__name__, "message": str(error), "time": time.time()}
         problems: list[str] = []
         for path in self._places():

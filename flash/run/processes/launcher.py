@@ -69,7 +69,9 @@ OWN_KEYS = (
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
-    """Return the number of this node in the job, from 0, as the environment gives it.
+    """Return the number of this node in the job, from 0, as the environment variables give it.
+
+    `launch` and `launch_sft` call this first.
 
     Raises:
         ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
@@ -90,7 +92,8 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in an environment variable. Raises ConfigError if it is not a number."""
+    """Return the number in an environment variable, or `default` if it is not set. Raises ConfigError if it is not a
+    number."""
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise ConfigError(f"{name} = {text!r}, expected a number")
@@ -117,12 +120,12 @@ class HubLoop(SupervisedPart):
         self._run_config = config
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run the node loop once. Implements `SupervisedPart.run_once`."""
+        """Run the node loop with the hub once. Implements `SupervisedPart.run_once`."""
         self.processes.fork_from(loops_server(self._run_config, 0))
         ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
-        # `judge` blames a peer, because it does not count a process that this supervisor has killed. But the hub itself
-        # hangs, so the restart must count.
+        # `judge` returns WITH_PEER, because it does not count a process that this supervisor has killed. But the hub
+        # itself hung, so the restart must count.
         if self.hung and end == End.WITH_PEER:
             return End.FAILED, [f"the node loop hangs, and was killed: {self.hang_reason}"]
         return end, [describe("the node loop", one) for one in silent]
@@ -152,7 +155,8 @@ def launch(config: Config) -> int:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
     os.environ.setdefault("FLASH_NODE_RANK", "0")
-    # A process that is killed with SIGKILL cannot report by an exit code that the run goes on without its node.
+    # The run can go on without a node that has no trainer ranks. Its exit code says so (LOST), but not if the process
+    # is killed with SIGKILL. launch.sh then looks for the file.
     if (file := os.environ.pop(SPARE_NODE, "")) and node > 0 and not ranks_here:
         with suppress(OSError):  # without the file the job ends with this process, and launch.sh names the node
             Path(file).touch()
@@ -162,7 +166,7 @@ def launch(config: Config) -> int:
     share_import_path()
     marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)
     with ExitStack() as stack:
-        # The first node locks the run directory. A job that SLURM has requeued continues its run.
+        # SLURM starts a requeued job with the same command. Such a job continues its run.
         requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if node == 0:
             stack.enter_context(exclusive_run(config.run_dir, grace_s(config)))
@@ -185,10 +189,10 @@ def launch(config: Config) -> int:
 
 
 def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) -> None:
-    """Withdraw the hub's announcement, and write a summary if the run's processes could not write it themselves.
+    """Withdraw the hub's announcement, and write a summary if the run's processes have not written it themselves.
 
-    They cannot after an error or a signal. This is called at the end of each launch that has the hub, or that trains
-    rows (`flash sft`).
+    They have not after an error, or if they were killed. This is called at the end of each launch that has the hub, or
+    that trains rows (`flash sft`).
 
     Args:
         config: the run's configuration.
@@ -208,7 +212,7 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
 def describe_start(config: Config, node: int) -> str:
     """Return a line about the processes that node `node` is about to start.
 
-    The user sees it at once. It takes seconds until these processes can print anything.
+    `launch` prints it first, since it takes seconds until these processes can print anything.
     """
     trainers, engines = config.cluster.trainer_ranks_on(node), config.engines_on(node)
     where = f"node {node}: " if config.cluster.nodes > 1 else ""
@@ -276,7 +280,7 @@ class JoinedLoop(SupervisedPart):
         """Time at which the present start of the node loop began, in Unix seconds."""
         self._search = HubSearch(place, os.environ.get(TOKEN_VARIABLE))
         self._run: p.RunReply | None = None
-        """Description of the run that the last hub has given; None before a hub was found."""
+        """Description of the run by the last hub that was found; None before the first one, or if the run is over."""
         self._needs_hub = True
         """True if the next start has to look for a hub first: at the first start, and after a hub was lost."""
 
@@ -288,8 +292,8 @@ class JoinedLoop(SupervisedPart):
         """
         first = self._run is None
         if self._needs_hub:
-            # `flash join` has no configuration at first. It asks once, so that its user sees at once that there is no
-            # hub.
+            # `flash join` has no configuration at first. It asks once (0 seconds), so that its user sees at once that
+            # there is no hub.
             seconds = self.config.deadlines.rendezvous if self.config else 0.0
             found = await self._search.find(seconds, self._run)
             self._run = found and found[1]
@@ -307,16 +311,17 @@ class JoinedLoop(SupervisedPart):
         self.processes.fork_from(loops_server(config, node))
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)
+        # After another end the hub is probably there, and the node loop looks for it itself (`HubSearch`).
         self._needs_hub, self._begun = end == End.WITH_PEER, time.time()
         return end, [describe("the node loop", one) for one in silent]
 
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
         """Return the run's configuration on this machine, and the file from which the node loop reads it.
 
-        A node of a job compares its own configuration with the hub's. A node of `flash join` takes the hub's, with its
-        own overrides. It also changes to the folder in which the run was started, and uses the run's import path, if
-        this machine has these folders: relative paths of the configuration then mean the same files. `run` is the hub's
-        description of the run.
+        `run_once` calls this before it starts the node loop. `run` is the hub's description of the run. A node of a job
+        compares its own configuration with the hub's. A node of `flash join` takes the hub's, with its own overrides.
+        It also changes to the folder in which the run was started, and uses the run's import path, if this machine has
+        these folders: relative paths of the configuration then mean the same files.
 
         Raises:
             ConfigError: this machine was started with another configuration, or it cannot run an engine.
@@ -330,7 +335,7 @@ class JoinedLoop(SupervisedPart):
             if Path(run.folder).is_dir():
                 os.chdir(run.folder)
             import_from(folder for folder in run.imports if Path(folder).is_dir())
-            file.write_text(run.config)
+            file.write_text(run.config, encoding="utf-8")
             # A joining node never resumes the run itself. The number of GPUs depends on the machine.
             gpus = "auto" if hub_table["cluster"]["gpus_per_node"] else "0"
             config = load(file, ["run.resume=false", f"cluster.gpus_per_node={gpus}", *self._overrides])
@@ -345,15 +350,16 @@ class JoinedLoop(SupervisedPart):
             )
         if self._own is None:
             advise_on_engines(config)
-        file.write_text(dump(config))
+        file.write_text(dump(config), encoding="utf-8")
         return config, file
 
 
 def refuse_another(own_table: Mapping[str, Any], hub_table: Mapping[str, Any]) -> None:
     """Raise ConfigError if two configurations differ in keys other than OWN_KEYS and `run.resume`.
 
-    Each node of a job reads its own configuration files, which may have been edited between two starts. `own_table` is
-    this node's configuration, `hub_table` that of the hub, both as nested tables.
+    A node of a job calls this when it joins the hub. Each node reads its own configuration files, which may have been
+    edited between two starts. `own_table` is this node's configuration, `hub_table` that of the hub, both as nested
+    tables.
     """
     ours, theirs = dict(flat(own_table)), dict(flat(hub_table))
     for key in sorted(ours.keys() | theirs.keys()):
@@ -375,7 +381,7 @@ class SftRanks(SupervisedPart):
         self._run_config, self._file = config, file
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run all ranks once. Implements `SupervisedPart.run_once`."""
+        """Run all ranks of `flash sft` once. Implements `SupervisedPart.run_once`."""
         ended = await run_ranks(self, "sft", self._run_config, 0, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe(f"trainer rank {one.local}", one) for one in silent]

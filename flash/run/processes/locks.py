@@ -67,7 +67,8 @@ class Busy(Exception):
 def exclusive(path: Path, wait_s: float) -> Generator[None]:
     """Hold the launcher's lock while the block runs. Wait first until the processes of a killed launcher have ended.
 
-    The lock file then names this process, for the error messages of others.
+    Launchers lock a run directory (`exclusive_run`) and their scratch folder in this way. The lock file then names this
+    process, for the error messages of others.
 
     Raises:
         Busy: another launcher is alive, or processes of an earlier one are still alive after `wait_s` seconds.
@@ -127,7 +128,10 @@ def share(path: Path) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Return True if no launcher that holds this lock, and no process of one, is alive."""
+    """Return True if no launcher that holds the lock of the file `path`, and no process of one, is alive.
+
+    Takes the lock for a moment, so a launcher that wants it at the same time may be refused.
+    """
     try:
         # Closing the descriptor at the end of `exclusive` would also release a lock that this process holds on the same
         # file, so callers must hold none.
@@ -146,7 +150,8 @@ def run_lock(run_dir: Path) -> Path:
 
 
 def in_use(run_dir: Path) -> bool:
-    """Return True if a launch of this run, or a process of one, is alive. Creates no file."""
+    """Return True if a launch of this run, or a process of one, is alive. Creates no file. The check of the hub's port
+    before a run calls this."""
     path = run_lock(run_dir)
     try:
         return path.exists() and not is_free(path)
@@ -156,10 +161,14 @@ def in_use(run_dir: Path) -> bool:
 
 @contextmanager
 def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
-    """Allow no other launch to write the run directory while the block runs.
+    """Allow no other launch to write the run directory while the block runs, which is the whole launch of the first
+    node.
+
+    Waits first up to `wait_s` seconds for processes that a killed launcher of this run left behind.
 
     Raises:
-        RunDirectoryError: another launch writes it, or the output folder cannot be written.
+        RunDirectoryError: another launch writes it, or such processes have not ended in time, or the output folder
+            cannot be written.
     """
     path = run_lock(run_dir)
     with ExitStack() as stack:
@@ -178,7 +187,7 @@ def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
 
 
 def _lock(descriptor: int, byte: int, flags: int) -> bool:
-    """Try to lock one byte without waiting. Returns False if another process holds it.
+    """Try to lock one byte of a lock file without waiting, or unlock it. Returns False if another process holds it.
 
     Also returns True if the file system has no locks. Then a warning is logged, and nothing is protected: a run on such
     a file system is better than none.

@@ -36,7 +36,7 @@ POLL_S = 0.05
 RANKS_FAILED = "the trainer ranks have failed"
 """Reason for the end of the run if neither a process nor the hub has an error message."""
 RETRY_S = 1.0
-"""Seconds before the next search for the hub."""
+"""Seconds before `Ranks.watch_hub` searches for the hub again after a failed search."""
 
 
 async def run_ranks(
@@ -93,7 +93,7 @@ class Ranks(SupervisedPart):
         """Set when a hub is found. `keep_running` waits for the next hub with a new event."""
 
     async def keep_running(self, ending: anyio.Event) -> End:
-        """Keep the ranks running. Extends `SupervisedPart.keep_running`.
+        """Keep the ranks running. Extends `SupervisedPart.keep_running`; `Launch` calls this once.
 
         Ranks that have ended in order start again if a hub starts after that. Such a hub replaces a hub that was killed
         between the end of its ranks and its own end. The new hub has the last version, but no process holds the weights
@@ -115,7 +115,7 @@ class Ranks(SupervisedPart):
             say("the hub has started again at the end of the run: so do the trainer ranks")
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
-        """Run all ranks once. Implements `SupervisedPart.run_once`."""
+        """Run all ranks of this machine once. Implements `SupervisedPart.run_once`."""
         ended = await run_ranks(self, "trainer", self._run_config, self.node, self._file, restarts)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:
@@ -129,9 +129,9 @@ class Ranks(SupervisedPart):
     async def watch_hub(self, on_silence: Callable[[str], object]) -> None:
         """Watch the hub, and end processes of an incarnation that is over. Return when the run is over.
 
-        The launcher connects to the hub as a *messenger*, a peer that only asks for news about ranks. On the hub's own
-        machine, `on_silence` is called with the reason if the hub does not answer for deadlines.hub, or is not found
-        for deadlines.rendezvous. Only there can the hub be killed.
+        A task of `Launch` beside `keep_running`. The launcher connects to the hub as a *messenger*, a peer that only
+        asks for news about ranks. On the hub's own machine, `on_silence` is called with the reason if the hub does not
+        answer for deadlines.hub, or is not found for deadlines.rendezvous. Only there can the hub be killed.
 
         Consumes news about the ranks. Waits for the hub, and then for the next hubs. Ends processes.
 
@@ -156,10 +156,10 @@ class Ranks(SupervisedPart):
                 return
             hub, run = found
             self.hub_came.set()
-            living: list[int] = []
+            living: list[int] = []  # process ids of this machine's ranks in the present incarnation
             try:
                 async with connect(hub.host, hub.port, hub.token, self._name, deadlines.hub) as caller:
-                    after = -1
+                    after = -1  # number of the last news; −1: none yet, so the hub replies at once
                     while True:
                         news = await caller.call(p.RanksRequest(self.node, after), deadlines.hub)
                         if news.number != after:
@@ -185,7 +185,7 @@ class Ranks(SupervisedPart):
         return connected
 
     async def end_incarnation(self, news: p.RanksReply) -> None:
-        """End the processes of an incarnation that is over, as `news` from the hub names them.
+        """End the processes of an incarnation that is over, as `news` from the hub names them. `watch_hub` calls this.
 
         Processes that caused the end get EXIT_S seconds to exit by themselves, and are then killed as hanging. Their
         restart counts, because their own failure ended them. All other processes are killed at once.

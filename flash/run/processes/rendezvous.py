@@ -43,10 +43,11 @@ RETRY_S = 1.0
 """Seconds between two searches of `HubSearch`. A hub that starts cannot notify this process."""
 
 T = TypeVar("T")
+"""Result of the function with which `find_hub` uses an address."""
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
-    """Return the place where a process of the job finds the hub.
+    """Return the place where a process of the job finds the hub. Launchers and trainer ranks call this.
 
     The place is the hub's host and port if FLASH_TOKEN is set and both are known, for hosts that share no run
     directory. Otherwise it is the run directory.
@@ -121,7 +122,7 @@ def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
 def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
     """Return this machine's address on the route to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
 
-    `resolve` finds the addresses of a name; tests replace it.
+    `advertised_host` calls this. `resolve` finds the addresses of a name; tests replace it.
 
     Raises:
         ConfigError: the host cannot be resolved, or only loopback addresses of this machine are found.
@@ -140,7 +141,7 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
         return host
     # Debian's /etc/hosts has a line such as `127.0.1.1 node1`, which resolves a machine's own name to loopback. Other
     # machines would reach themselves at that address.
-    for family, far in DOCUMENTATION_ADDRESSES:
+    for family, far in DOCUMENTATION_ADDRESSES:  # the address on the interface of the default route
         with suppress(OSError):
             if not _is_loopback(own := _own_address(family, (far, int(port)))):
                 return own
@@ -172,6 +173,9 @@ def _is_loopback(host: str) -> bool:
 
 async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
     """Connect to a hub as a guest, send one request, and return the reply. A guest is a peer without a part in the run.
+
+    Searches for a hub call this, and so do commands such as `flash drain`. The hub has `seconds` for each of connection
+    and reply.
 
     Raises:
         FlashError: see `connect` and `Client.call`. If the hub's address is a loopback address, the message says so.
@@ -207,11 +211,11 @@ class HubSearch:
         """Time of the last change of the run's summary when a hub last answered, as `_written` returns it."""
 
     async def find(self, wait_s: float, before: p.RunReply | None = None) -> tuple[HubAddress, p.RunReply] | None:
-        """Wait for the hub. Returns its address and its description of the run.
+        """Wait for the hub. Returns its address and its description of the run; None if the run has ended.
 
         Args:
             wait_s: seconds to wait for a hub; 0: ask once, without a retry.
-            before: the run, if its hub was found before. Then None is returned if the run has ended since.
+            before: description of the run, if a hub of it was found before. Without it the result is never None.
 
         Raises:
             DeadlineError: no hub was found in time, or the hub did not answer.
@@ -240,6 +244,7 @@ class HubSearch:
                     if self._prints and why != printed:
                         printed = why
                         say(f"waiting up to {wait_s:g} s for the hub of {self._place}{why}")
+                # No hub has answered: perhaps because the run is over.
                 if before is not None and self._has_ended(before):
                     return None
                 await anyio.sleep(RETRY_S)
@@ -259,7 +264,8 @@ class HubSearch:
 
 
 def _written(place: HubPlace) -> int:
-    """Return the time at which the summary of a run was last written, in nanoseconds; 0 if there is none."""
+    """Return the time at which the summary of a run was last written, in Unix nanoseconds; 0 if there is none. Each end
+    of a run writes it anew, so another time shows that the run has ended."""
     with suppress(OSError):
         if place.run_dir:
             return RunDirectory(Path(place.run_dir)).summary.stat().st_mtime_ns

@@ -70,7 +70,7 @@ class EndedProcess(NamedTuple):
 
 
 class NotStartedError(Exception):
-    """The system could not start a process."""
+    """Error of `Processes.run`: the system could not start a process. `keep_running` counts it as a failure."""
 
 
 class Processes:
@@ -94,7 +94,7 @@ class Processes:
         self._last_signal: signal.Signals | None = None
         """Last signal that was sent to all processes. Processes that start later get it, too."""
         self.killed: set[int] = set()
-        """Process ids of the last start that this supervisor has killed."""
+        """Ids of the processes of the last start that this supervisor has killed."""
 
     @property
     def pids(self) -> set[int]:
@@ -102,7 +102,7 @@ class Processes:
         return {process.pid or 0 for process in self._living.values()}
 
     def fork_from(self, server: ForkServer) -> None:
-        """Fork later processes from `server`.
+        """Fork later processes from `server`. Each part calls this before `run`, also before a restart.
 
         If the present server has the same environment variables, it is kept, because its modules are imported already.
         """
@@ -111,16 +111,21 @@ class Processes:
             self._server = server
 
     def end_server(self) -> None:
-        """Kill the fork server, because no more processes are needed."""
+        """Kill the fork server, because no more processes are needed, or because another server replaces it."""
         if self._server is not None:
             self._server.end()
 
     async def run(
         self, role: str, file: Path, orders: Sequence[ProcessOrder], variables: Sequence[Mapping[str, str]] = ()
     ) -> list[EndedProcess]:
-        """Start one process for each order, and wait until all have ended. Returns their results as they ended.
+        """Start one process for each order, and wait until all have ended. Returns their results in the order of their
+        ends.
 
-        `variables` holds the additional environment variables of each process; empty: none has any.
+        Args:
+            role: role of all processes, a `flash.run.processes.worker.Role`.
+            file: file from which they read the configuration.
+            orders: arguments of each process.
+            variables: additional environment variables of each process; empty: none has any.
 
         Raises:
             NotStartedError: the system could not start a process.
@@ -131,7 +136,7 @@ class Processes:
         try:
             async with anyio.create_task_group() as outer:
                 outer.start_soon(self._end_rest, failing)
-                async with anyio.create_task_group() as tasks:
+                async with anyio.create_task_group() as tasks:  # ends when all processes have ended
                     for number, order in enumerate(orders):
                         process = self.process(role, file, order, variables[number] if variables else {})
                         await self._begin(process)
@@ -169,7 +174,7 @@ class Processes:
         gone, the exit code of the process cannot be known.
         """
         self._living[number] = process
-        if self._last_signal is not None:
+        if self._last_signal is not None:  # the group was asked to end while this process was being started
             _send(process, self._last_signal)
         try:
             await anyio.wait_readable(process.sentinel)
@@ -219,6 +224,8 @@ class Processes:
 class SupervisedPart(ABC):
     """Part of the work of a machine, for example its trainer ranks. It is restarted when it fails.
 
+    `Launch` calls `keep_running` once. A subclass implements `run_once`.
+
     Args:
         config: the run's configuration; None if it is not known yet.
         restart_line: sentence that is printed before a restart, for example "the trainer ranks start again".
@@ -235,9 +242,10 @@ class SupervisedPart(ABC):
         self.processes = Processes()
         """Processes of the part."""
         self.hung: set[int] = set()
-        """Process ids of the last start that were killed because they hang."""
+        """Ids of the processes of the last start that were killed because they hung."""
         self.hang_reason = ""
-        """Reason why a process is considered to hang; empty if no process hung."""
+        """Reason why the processes in `hung` were considered to hang; empty if no process ever hung, or no reason was
+        given."""
         self.ending = anyio.Event()
         """Event that is set when the part must end, and not restart."""
         self.restarts = 0
@@ -287,7 +295,7 @@ class SupervisedPart(ABC):
                 end, messages = End.FAILED, [str(error)]
             if end in (End.OVER, End.FINAL) or self.ending.is_set():
                 return end
-            if end == End.WITH_PEER:
+            if end == End.WITH_PEER:  # not at fault: restart without counting
                 continue
             assert self.config is not None, "without a configuration nothing has started"
             most = self.config.cluster.max_restarts
@@ -308,8 +316,8 @@ async def judge(
 ) -> tuple[End, list[EndedProcess]]:
     """Combine the exit codes of processes that started together into one result.
 
-    Also returns the processes that ended without an error message, whose end the caller must report. That list is empty
-    unless the result is FAILED.
+    The `run_once` of each part calls this when all processes of a start have ended. Also returns the processes that
+    ended without an error message, whose end the caller must report. That list is empty unless the result is FAILED.
 
     Args:
         ended: all processes of the start.
@@ -326,9 +334,11 @@ async def judge(
     codes = {one.code for one in own}
     if codes == {0} and len(own) == len(ended):
         return End.OVER, []
+    # From here on at least one process has failed or was killed. FINAL is stronger than FAILED, and any failure of a
+    # process itself is stronger than the loss of a peer.
     if End.FINAL in codes:
         return End.FINAL, []
-    silent = [one for one in own if one.code not in tuple(End)]
+    silent = [one for one in own if one.code not in tuple(End)]  # a crash or a signal: no code of `worker`
     if silent or End.FAILED in codes:
         return End.FAILED, silent
     return (End.INTERRUPTED if End.INTERRUPTED in codes else End.WITH_PEER), []
@@ -347,7 +357,7 @@ def say(line: str) -> None:
 
 
 def _send(process: ForkedProcess, number: signal.Signals) -> None:
-    """Send a signal to a process."""
+    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):  # it has ended
         os.kill(process.pid or 0, number)
 

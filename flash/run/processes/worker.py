@@ -76,7 +76,7 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and the processes that it starts, open as many files as the system grants.
+    """Let this process, and the processes that it starts, open as many files as the system grants. `main` calls this.
 
     The usual soft limit of 1,024 is less than the connections of a large run.
     """
@@ -97,7 +97,7 @@ def start_logging() -> None:
 
 
 def print_error(error: FlashError) -> None:
-    """Print an error to standard error, in the format of the commands."""
+    """Print an error that ends the process to standard error, in the format of the commands."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
     sys.stderr.flush()
