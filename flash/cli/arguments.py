@@ -38,7 +38,7 @@ class CommandParsers(Protocol):
 
 
 def run_directory(path: Path) -> RunDirectory:
-    """Return the run directory at a path. Raises ConfigError if there is no run."""
+    """Return the run directory at a path that the user has named. Raises ConfigError if there is no run."""
     directory = RunDirectory(path)
     if not path.exists():
         raise ConfigError(f"there is no run {path}{folders_beside(path, directory.config.name)}")
@@ -62,7 +62,8 @@ def runs_in(folder: Path, command: str) -> list[Path]:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Check that files, such as the one of `--json FILE`, can be written, before a command works for minutes.
+    """Check that files, such as the one of `--json FILE`, can be written, before a command works for minutes. None, for
+    an option that was not given, is skipped.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -86,7 +87,8 @@ def check_plot(file: Path | None) -> None:
 
 
 def check_folder_writable(folder: Path | None) -> None:
-    """Check that a folder can be made, and that it has no content that would be lost.
+    """Check that a folder can be made, and that it has no content that would be lost. Commands call this with the
+    folder that they will write, before any work; None: nothing will be written.
 
     Raises:
         ConfigError: the folder cannot be made, or it exists and is not empty.
@@ -144,6 +146,8 @@ def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], given: Sequence[str]) -> str:
     """Return the error message for unknown arguments of a command, with a suggestion for the first of them.
 
+    `flash.cli.main.parse` exits with it.
+
     Args:
         parser: the parser of the command.
         unknown: the unknown arguments, at least one.
@@ -153,6 +157,7 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
     after = given[list(given).index(word) + 1 :] if word in given else []
     message = f"unrecognized arguments: {' '.join(unknown)}"
     options = [option for option in OPTION.findall(parser.format_help()) if option not in ("-h", "--help")]
+    # The command takes settings, so a user may have written one as an option: `--train.async-ratio 2`.
     if "KEY=VALUE" in parser.format_usage() and (setting := as_setting(word.lstrip("-"), after)):
         return f"{message}; a setting is given as {setting}"
     return message + suggest(word.partition("=")[0], options)
@@ -167,13 +172,15 @@ def unknown_command(name: str, commands: Sequence[str]) -> str:
 def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:
     """Return the words that the user has typed to start this process, for messages that say how to repeat the command.
 
+    `flash.cli.main.main` calls this once, at the start.
+
     Args:
         argv: the arguments of the process, program included.
         environment: the environment variables. `FLASH_TYPED` is removed from them, so that child processes do not
             inherit it.
     """
-    if script := environment.pop(TYPED_VARIABLE, ""):
-        return shlex.split(script)
+    if command_line := environment.pop(TYPED_VARIABLE, ""):  # launch.sh has started this process
+        return shlex.split(command_line)
     program, *rest = argv
     # A program that PATH finds, and `python -m flash`, are shown as `flash`.
     by_path = Path(program).name == "flash" and program != shutil.which("flash", path=environment.get("PATH"))

@@ -66,7 +66,10 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line with the given commands, and the parser of each command by name."""
+    """Return the parser of the command line with the given commands, and the parser of each command by name.
+
+    `parse` calls this, and scripts/reference_docs.py, which writes the page of the commands.
+    """
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"flash-rl {importlib.metadata.version('flash-rl')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -80,8 +83,8 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments of the command line `argv`; None: those of this process.
 
-    Files and overrides may also follow options, where argparse alone does not accept them. Exits with code 2 and an
-    error message if an argument or a command is unknown.
+    `main` calls this. Files and overrides may also follow options, where argparse alone does not accept them. Exits
+    with code 2 and an error message if an argument or a command is unknown.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
@@ -97,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         of_command = commands[arguments.command]
         of_command.error(unknown_arguments(of_command, unknown, given))
-    if rest:
+    if rest:  # files and overrides that follow an option
         arguments.config += rest
     return arguments
 
@@ -120,7 +123,8 @@ def _prepare_output() -> None:
 def extra_of(module: str) -> str | None:
     """Return the first extra of this distribution that installs a module; None if no extra does.
 
-    An extra is an optional group of dependencies, such as `train` in `pip install -e '.[train]'`.
+    `main` names it in the error message about a missing package. An extra is an optional group of dependencies, such as
+    `train` in `pip install -e '.[train]'`.
     """
     wanted = module.partition(".")[0].lower()
     for line in importlib.metadata.requires("flash-rl") or []:
@@ -163,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
+        # A path that the user has given is too long for the system. Any other error is a fault in Flash.
         if error.errno != errno.ENAMETOOLONG:
             raise
         sys.stderr.write(f"flash: error: {harmless(show(str(error.filename)))} cannot be used: {error.strerror}\n")

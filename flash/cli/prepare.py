@@ -49,13 +49,13 @@ PROJECT_FILES = {
 }
 """Files in `project/`, each with its description."""
 PROJECT_NAME = "my-project"
-"""Name of the project in the files of `project/`, which is replaced by the run's name."""
+"""Name of the project in the files of `project/`. `flash init` replaces it by the name made from the user's folder."""
 LONGEST_NAME = 128
-"""Largest length of a run's name, in characters."""
+"""Largest length of a run's name in a new project, in characters."""
 SANDBOX_PATHS = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Beginnings of the import paths of objects that run programs in sandboxes."""
 SANDBOX_OPTIONS = {"sandboxes", "box"}
-"""Names of options that describe sandboxes."""
+"""Names of options of environments that describe sandboxes."""
 CONFIG_S = 90.0
 """Time limit for reading the configuration, which imports its environment, in seconds."""
 GIB = 2**30
@@ -103,7 +103,8 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 
 def run_name(folder: Path) -> str:
-    """Return a valid run name made from the name of a folder. Raises ConfigError if no valid character is left."""
+    """Return a valid run name made from the name of the project's folder. Raises ConfigError if no valid character is
+    left."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-.")[:LONGEST_NAME]
     if not name:
         raise ConfigError(f"cannot name a run after {folder}: expected a letter or a digit in the folder's name")
@@ -169,7 +170,8 @@ def finding_lines(findings: list[Finding]) -> Iterator[str]:
 def containers(config: Config | None) -> Finding:
     """Check for a container engine, which is needed by environments that run programs in sandboxes.
 
-    It is reported as missing only if the configuration asks for sandboxes on this machine.
+    A check of `flash doctor`; `config` is None if the user has named no configuration. The engine is reported as
+    missing only if the configuration asks for sandboxes on this machine.
     """
     import anyio
 
@@ -195,7 +197,8 @@ def containers(config: Config | None) -> Finding:
 
 
 def uses_sandboxes(item: tuple[str, str]) -> bool:
-    """Return True if an option of an environment, or an import path, asks for sandboxes. `item`: its key and text."""
+    """Return True if an option of an environment, or an import path, asks for sandboxes. `item`: a key of the options
+    and its text, as `_items` yields them."""
     key, text = item
     return key in SANDBOX_OPTIONS or text.startswith(SANDBOX_PATHS)
 
@@ -253,7 +256,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _missing_shapes(config: Config, folder: Path) -> list[str]:
-    """Write a config.json for each tiny model that the run would make first. Returns overrides that name them."""
+    """Write a config.json into `folder` for each tiny model that the run would make first, because the memory is
+    computed from it. Returns overrides that name the models there."""
     from flash.run.models import tiny_models
     from flash.trainer.model.tiny_model import is_current, save_shape
 
@@ -271,8 +275,8 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
     from flash.trainer.memory import engine_memory, rank_memory
 
     card = card_gib * GIB
-    shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0
-    room = card * (1 - shared)
+    shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0  # part of the card for an engine
+    room = card * (1 - shared)  # bytes for a trainer rank
     memory = rank_memory(config, _ranks(config))
     write = sys.stdout.write
     write(f"{memory.parameters / 1e9:.3g}B parameters\n\n{_trainer(config, memory)}")
@@ -298,7 +302,8 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
 def _unreachable(config: Config) -> Iterator[ConfigProblem]:
     """Yield a problem if the Hugging Face hub has no model of the id `model.path`, or cannot be reached.
 
-    The library alone would repeat the request five times.
+    `load` calls this for `flash plan`, which reads the model's config.json. The library alone would repeat the request
+    five times.
     """
     if is_hub_id(config.model.path) and (fault := hugging_face_fault(config.model.path)):
         yield ConfigProblem("model.path", fault)
@@ -310,7 +315,7 @@ def _ranks(config: Config) -> int:
 
 
 def _trainer(config: Config, memory: RankMemory) -> str:
-    """Return the table of a trainer rank's memory."""
+    """Return the table of a trainer rank's memory as text, for `_print_plan`."""
     tokens = config.train.max_tokens_per_microbatch
     kept = "float32" if config.lora is None else f"{config.model.dtype}, adapters in float32"
     rows = [
@@ -332,7 +337,8 @@ def _trainer(config: Config, memory: RankMemory) -> str:
 def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float) -> str:
     """Return lines about changes of the configuration, in the order of their cost, up to the first that makes it fit.
 
-    Each line has the memory that was computed with the change, and what the change costs.
+    `_print_plan` prints them if the trainer ranks do not fit. Each line has the memory that was computed with the
+    change, and what the change costs.
 
     Args:
         paths: configuration files.
@@ -366,7 +372,7 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
         changes = ["train.activation_checkpointing=true"]
         yield changes, "of each layer only the input is kept; it runs again in the backward pass: a third more time"
     tokens, before = train.max_tokens_per_microbatch, changes
-    while tokens // 2 >= config.model.max_length:
+    while tokens // 2 >= config.model.max_length:  # a micro-batch must hold the longest sequence
         tokens //= 2
         changes = [*before, f"train.max_tokens_per_microbatch={tokens}"]
         yield changes, "activations of half as many tokens; layers are gathered twice as often"
@@ -382,10 +388,11 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
     if train.moments == "float32" and not {"moments", "weights"} & {*offload} and train.optimizer == "adamw":
         changes = [*changes, 'train.moments="bfloat16"']
         yield changes, "each moment takes 2 bytes per weight, not 4; the values are rounded at random"
-    nodes = cluster.trainer_nodes
-    while (nodes := 2 * nodes) * cluster.trainer_ranks <= MOST_RANKS:
-        more = cluster.nodes + nodes - cluster.trainer_nodes
-        yield [*changes, f"cluster.trainer_nodes={nodes}", f"cluster.nodes={more}"], "each rank keeps half as much"
+    trainer_nodes = cluster.trainer_nodes
+    while (trainer_nodes := 2 * trainer_nodes) * cluster.trainer_ranks <= MOST_RANKS:
+        nodes = cluster.nodes + trainer_nodes - cluster.trainer_nodes
+        change = [*changes, f"cluster.trainer_nodes={trainer_nodes}", f"cluster.nodes={nodes}"]
+        yield change, "each rank keeps half as much"
 
 
 def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:

@@ -244,7 +244,7 @@ def run_track(arguments: argparse.Namespace) -> int:
 
 
 def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
-    """Send the rows that one tracker does not have, and return their number.
+    """Send the rows that one tracker does not have, and return their number. `run_track` calls this for each tracker.
 
     Args:
         directory: the run directory, which also records the rows that the tracker has received.
@@ -374,9 +374,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
     refuse_idle(directory.config, config, given(files[1:], overrides))
     make_fetched(config)
     model = config.model.path
-    fault = (
-        "" if Path(model).is_dir() else hugging_face_fault(model) if is_hub_id(model) else f"there is no folder {model}"
-    )
+    if Path(model).is_dir():
+        fault = ""
+    elif is_hub_id(model):
+        fault = hugging_face_fault(model)
+    else:
+        fault = f"there is no folder {model}"
     if fault:
         raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
     run_rows = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
@@ -384,14 +387,15 @@ def run_replay(arguments: argparse.Namespace) -> int:
     comparisons: list[Comparison] = []
 
     def show_step(row: dict[str, float]) -> None:
-        """Print the metrics of a step, each beside its value in the run."""
+        """Print the metrics of a step, each beside its value in the run. `replay` calls this after each step."""
         rows.append(row)
-        before = run_rows.get(int(row["step"]), {})
-        cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(before.get(name)))]
+        run_row = run_rows.get(int(row["step"]), {})
+        cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(run_row.get(name)))]
         _print_line(f"{int(row['step']):5d} " + " ".join(cells))
 
     def show_comparison(comparison: Comparison) -> None:
-        """Print the difference of the replayed weights to a checkpoint of the run."""
+        """Print the difference of the replayed weights to a checkpoint of the run. `replay` calls this for each
+        checkpoint that it reaches."""
         comparisons.append(comparison)
         _print_line(_comparison_line(comparison, planned.first))
 
@@ -418,7 +422,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def _comparison_line(found: Comparison, first: int) -> str:
-    """Return a line about the difference to a checkpoint. `first`: version at which the replay began."""
+    """Return a line about the difference between the replayed weights and a checkpoint. `first`: version at which the
+    replay began."""
     name = found.checkpoint.name
     if found.largest == 0:
         return f"version {found.version}: every weight equals the checkpoint's ({name}), bit for bit"
@@ -519,7 +524,11 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
 
 
 def _rhythm_config(arguments: argparse.Namespace) -> Config | None:
-    """Return the configuration of the run; None if the user has named a model."""
+    """Return the configuration of the run that the user has named for `flash rhythm`; None if it is a model.
+
+    Raises:
+        ConfigError: a model is named without a text, so there is nothing to examine.
+    """
     directory = RunDirectory(Path(arguments.what))
     if directory.config.is_file():
         return load(directory.config, ["run.resume=false"])
@@ -567,8 +576,8 @@ def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Gen
             raise ConfigError(f"{named} is a checkpoint: name its run, and the checkpoint with --model")
         yield RhythmWeights(ModelConfig(path=named, dtype="float32"), named)
         return
-    whole = (Path(named) / MANIFEST).is_file()
-    description = f"{named}, version {read_manifest(Path(named)).version}" if whole else named
+    is_checkpoint = (Path(named) / MANIFEST).is_file()
+    description = f"{named}, version {read_manifest(Path(named)).version}" if is_checkpoint else named
     with model_folder(named, config) as path:
         yield RhythmWeights(msgspec.structs.replace(config.model, path=path), description)
 
@@ -588,12 +597,12 @@ def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, toke
     )
 
 
-def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
-    """Raise ConfigError if `--show` or `--at` names no response or token of the given ones."""
-    count = len(given.trajectories)
+def _check_shown(arguments: argparse.Namespace, responses: RhythmResponses) -> None:
+    """Raise ConfigError if `--show` names none of the responses, or `--at` none of the tokens of the shown response."""
+    count = len(responses.trajectories)
     if not 0 <= arguments.show < count:
         raise ConfigError(f"--show: expected 0 to {count - 1}, one of the responses looked at, got {arguments.show}")
-    tokens = given.trajectories[arguments.show].action_count
+    tokens = responses.trajectories[arguments.show].action_count
     if not 0 <= (arguments.at or 0) < tokens:
         raise ConfigError(f"--at: expected 0 to {tokens - 1}, a token of that response, got {arguments.at}")
 

@@ -78,10 +78,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def _several_answers(samples: int, config: Config) -> list[str]:
-    """Return the overrides with which `config` evaluates `samples` answers per problem.
-
-    At temperature 0 several answers would be equal, so the temperature of training is used, which a line reports.
-    """
+    """Return the overrides with which `config` evaluates `samples` answers per problem, the value of `--samples`."""
+    # At temperature 0 several answers would be equal, so the temperature of training is used, which a line reports.
     temperature = config.eval.temperature
     if samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
@@ -98,9 +96,9 @@ def rewards_by_problem(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def evaluation_json(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
-    """Return the content of the file of `--json`: the row of the evaluation, and pass@k.
+    """Return the content of the file of `--json`: `row`, the row of the evaluation, and `found`, the pass@k for each k.
 
-    If a reward is neither 0 nor 1, it is the best of k instead of pass@k.
+    If a reward is neither 0 nor 1, `found` has the mean of the best of k rewards instead of pass@k.
     """
     each = [{"k": one.k, **one.interval._asdict()} for one in found]
     return msgspec.json.format(msgspec.json.encode({**row, "time": time.time(), "best_of": each}), indent=2) + b"\n"
@@ -166,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def transcript(sample: Sample) -> str:
-    """Return an episode as readable text: what was shown and answered in each turn, with rewards and notes."""
+    """Return an episode as text for people: the observation and the answer of each turn, with rewards and notes."""
     tokens = sum(span.stop - span.start for span in sample.action_spans)
     lines = [f"--- seed {sample.seed}: {sample.outcome}, reward {sample.reward:g}, {tokens} tokens"]
     for number, turn in enumerate(sample.turns, 1):
@@ -202,8 +200,8 @@ def write_transcripts(file: Path | None, samples: Sequence[Sample]) -> None:
 def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str | None]:
     """Return the configuration that the arguments name, with the overrides `more`, and the model.
 
-    The arguments may name configuration files, a run, or a model with `--env`. The model is None if it is the one of
-    `model.path`.
+    `flash eval` and `flash rollout` call this before any work. The arguments may name configuration files, a run, or a
+    model with `--env`. The model is as the user has named it; None if it is the one of `model.path`.
 
     Raises:
         ConfigError: the arguments name no configuration, or an invalid one.
@@ -214,7 +212,7 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     paths, overrides = split_arguments(arguments.config)
     if len(paths) > 1 and (run := next((path for path in paths if RunDirectory(path).config.is_file()), None)):
         raise ConfigError(f"{run} is a run, which has its own configuration: name it alone, or with --model {run}")
-    only = paths[0]
+    only = paths[0]  # the only path, except for configuration files, of which there may be several
     if RunDirectory(only).config.is_file() and arguments.env is None:
         named = named or str(only)
         paths, overrides = [RunDirectory(only).config], [*overrides_of_run(named), *overrides]
@@ -241,7 +239,8 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
 
 
 def _nothing_named(model: str | None) -> str:
-    """Return the error message for a command line without a configuration. `model`: value of `--model`."""
+    """Return the error message for a command line that names neither a configuration nor a run. `model`: value of
+    `--model`; None if it was not given."""
     if model is None:
         return "expected a config, a run directory, or a model with --env, such as run.toml or outputs/my-run"
     if RunDirectory(Path(model)).config.is_file():
@@ -250,28 +249,29 @@ def _nothing_named(model: str | None) -> str:
 
 
 def overrides_of_run(model: str) -> list[str]:
-    """Return the overrides with which the configuration of a run can be read, wherever the run directory is now.
+    """Return the overrides with which the configuration of a run can be read, to use its weights.
 
-    The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it needs
-    the architecture and the tokenizer of that model.
+    `flash eval`, `flash rollout` and `flash export` call this.
 
     Args:
-        model: the run directory or the checkpoint.
+        model: the run, or the model or checkpoint that is used in its place.
     """
     chosen = chosen_model(model)
-    whole = [] if (Path(chosen) / MANIFEST).is_file() else [f"model.path={json.dumps(chosen)}"]
-    return ["run.resume=false", *whole]
+    # The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it
+    # needs the architecture and the tokenizer of that model.
+    is_checkpoint = (Path(chosen) / MANIFEST).is_file()
+    return ["run.resume=false", *([] if is_checkpoint else [f"model.path={json.dumps(chosen)}"])]
 
 
 def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
     """Start engines in this process, play episodes with a model, and return the result with readable samples.
 
-    Prints the progress to standard error, since standard output has the result.
+    For `flash eval` and `flash rollout`. Prints the progress to standard error, since standard output has the result.
 
     Args:
         config: the configuration.
-        named: the model. None: that of `model.path`, which is made if it is missing.
-        play: plays the episodes, such as `flash.run.sampling.evaluate`.
+        named: the model, as the user has named it. None: that of `model.path`, which is made if it is missing.
+        play: coroutine function that plays the episodes, such as `flash.run.sampling.evaluate`.
     """
     from flash.environment.load import LoadedEnvironment
     from flash.observe.rundir.samples import readable

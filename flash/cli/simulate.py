@@ -90,8 +90,17 @@ def simulate_command(
     plot: Path | None = None,
     json: Path | None = None,
 ) -> list[SweepCell]:
-    """Simulate a configuration, or every cell of a sweep; print the result, and write the plot and the JSON file if
+    """Simulate a configuration, or every cell of a sweep. Print the result and return it; write the files if they are
     named.
+
+    `run_simulate` calls this with the arguments of the command line.
+
+    Args:
+        paths: configuration files.
+        overrides: `KEY=VALUE` settings.
+        sweeps: values of `--sweep`; empty: simulate one configuration.
+        plot: PNG file for a plot of the result; None: draw none.
+        json: file for the cells as JSON; None: write none.
 
     Raises:
         ConfigError: names every problem of the arguments or of a cell's configuration.
@@ -100,10 +109,12 @@ def simulate_command(
     check_plot(plot)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed")
-    keys = [parse_sweep(sweep) for sweep in sweeps]
-    if repeated := {sweep.key for sweep in keys if sum(other.key == sweep.key for other in keys) > 1}:
+    parsed = [parse_sweep(sweep) for sweep in sweeps]
+    keys = [sweep.key for sweep in parsed]
+    if repeated := {key for key in keys if keys.count(key) > 1}:
         raise ConfigError(f"--sweep names `{min(repeated)}` more than once; give all its values at once")
-    settings = [dict(zip([s.key for s in keys], values, strict=True)) for values in product(keys)]
+    # The settings of each cell, by key. Without a sweep there is one cell without settings.
+    settings = [dict(zip(keys, values, strict=True)) for values in product(parsed)]
     configs = [
         load(paths, [*overrides, *(f"{key}={value}" for key, value in setting.items())], simulated=True)
         for setting in settings
@@ -144,7 +155,7 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
 
 @contextmanager
 def _workers_end_with_us() -> Generator[None]:
-    """Terminate the worker processes if an interrupt or an error in the block ends the sweep.
+    """Terminate the worker processes of a sweep if an interrupt or an error ends the block, in which they work.
 
     Otherwise the end of the pool would wait until all cells are simulated.
     """
@@ -195,7 +206,7 @@ def split_values(text: str) -> list[str]:
 
 
 def resolve_key(name: str) -> str:
-    """Return the only key of the configuration that equals `name` or ends in it.
+    """Return the only key of the configuration that equals `name`, or whose last part is `name`. For `--sweep`.
 
     Raises:
         ConfigError: there is no such key, or there are several.
@@ -216,7 +227,8 @@ def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
 
 
 def recommend(cells: Sequence[SweepCell]) -> SweepCell:
-    """Return the recommended cell: of cells within CLOSE of the highest throughput, the one with the youngest tokens.
+    """Return the cell that `flash simulate` recommends: of cells within CLOSE of the highest throughput, the one with
+    the youngest tokens.
 
     Of cells with tokens of equal age, this is the one that wastes the fewest tokens, and then the fastest.
     """
@@ -257,7 +269,10 @@ def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, An
 
 
 def predicted_step_s(*paths: Path) -> Floats:
-    """Return the simulated time of a step in seconds, once for each of CALIBRATION_SEEDS draws of the workload."""
+    """Return the simulated time of a step in seconds, once for each of CALIBRATION_SEEDS draws of the workload.
+
+    `calibrate_command` prints it beside the measured time. `paths`: the run's configuration and the fitted table.
+    """
     seeds = [f"run.seed={seed}" for seed in range(CALIBRATION_SEEDS)]
     configs = [load(paths, [seed], simulated=True) for seed in seeds]
     return np.array([report.step_s for report in run_all(configs)])

@@ -39,7 +39,14 @@ def add_train(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: str) -> argparse.ArgumentParser:
-    """Add and return the parser of a command that runs a configuration. `tried` says what its dry run does."""
+    """Add and return the parser of a command that runs a configuration: `flash train` or `flash sft`.
+
+    Args:
+        commands: the parsers of all commands.
+        name: name of the command.
+        about: help text of the command.
+        tried: phrase for the help of `--dry-run`: what the dry run tries.
+    """
     parser = commands.add_parser(name, help=about)
     parser.add_argument(
         "config",
@@ -83,12 +90,15 @@ def carry_out(
 ) -> int:
     """Check a configuration, then try it (`--dry-run`) or start the run; return the exit code.
 
+    `flash train` and `flash sft` call this with functions of their own.
+
     Args:
         arguments: the arguments of the command line.
         problems: finds what would stop the run on this machine, beyond the checks that every process makes.
         try_out: tries a checked configuration and yields a line for each part that was tried.
         begin: runs a checked configuration and returns its exit code.
-        complete: completes the configuration with the values that the command itself determines.
+        complete: called once with the checked configuration, before the dry run or the start. Returns it with the
+            values that the command itself determines, such as the number of steps of `flash sft`.
     """
     from flash.run.checks.preflight import changes_without_effect
 
@@ -125,9 +135,10 @@ RunMark = tuple[int, int] | None
 
 
 def run_mark(config: Config) -> RunMark:
-    """Return the mark of the run that a run directory holds; None if it holds none.
+    """Return the mark of the run that the run directory holds; None if it holds none.
 
-    Each launch that gets as far as writing the configuration changes the mark.
+    Each launch that gets as far as writing the configuration changes the mark. So comparing the marks before and after
+    a launch shows whether it has left anything to resume.
     """
     try:
         found = RunDirectory(config.run_dir).config.stat()
@@ -139,8 +150,8 @@ def run_mark(config: Config) -> RunMark:
 def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> str:
     """Return a phrase that says how to continue a run that has ended early, or that nothing is left to do.
 
-    A run that was interrupted before it had written its run directory cannot be continued. The directory is then
-    missing, or it is that of an earlier run with the mark `before`.
+    `carry_out` prints it after the end of a run. A run that was interrupted before it had written its run directory
+    cannot be continued. The directory is then missing, or it is that of an earlier run with the mark `before`.
 
     Args:
         config: configuration of the run.
@@ -158,15 +169,19 @@ def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> st
 
 
 def interruptible() -> None:
-    """Make SIGTERM and SIGHUP interrupt this process in the same way as Ctrl-C."""
-    # The launch handles signals itself. Until then, an interrupt cleans up unfinished work, as after Ctrl-C.
+    """Make SIGTERM and SIGHUP interrupt this process in the same way as Ctrl-C.
+
+    Commands call this before they make a model or read rows, so that unfinished files are cleaned up. The launch later
+    handles signals itself.
+    """
+    # nohup ignores SIGHUP, which must stay ignored then.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt. Python calls this signal handler in the main thread."""
+    """Raise KeyboardInterrupt. A signal handler of `interruptible`, which Python calls in the main thread."""
     raise KeyboardInterrupt
 
 
@@ -188,6 +203,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
     tokens: list[CourseTokens] = []
 
     def complete(config: Config) -> Config:
+        """Tokenize the rows, and return the configuration with the number of steps that follows from them."""
         from flash.run.models import make_fetched
         from flash.run.sft_rows import CourseTokens
 

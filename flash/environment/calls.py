@@ -33,8 +33,8 @@ from flash.waiting import first_error
 _T = TypeVar("_T")
 
 MAX_MESSAGE = 2000
-"""Number of characters that are kept of a user's error message, half from each end. The limit is needed because many
-processes hold a copy."""
+"""Largest number of characters that are kept of a user's error message, half from each end. The limit is needed because
+many processes hold a copy."""
 
 CLEANUP_S = 6.0
 """Seconds that cancelled user code has for its cleanup. The time is longer than `envs.programs.REST_S`, so that a
@@ -53,7 +53,8 @@ CLOSING_TURNS = 3
 _log = logging.getLogger(__name__)
 
 _abandoned_at: Counter[str] = Counter()
-"""Number of calls that were abandoned at each place of a user's code."""
+"""Number of calls that this process has abandoned, by the line that `UserTask.where` gives, such as `, at
+file.py:12`."""
 
 
 class EnvTimeoutError(EnvError):
@@ -62,6 +63,9 @@ class EnvTimeoutError(EnvError):
 
 class UserTask(Generic[_T]):
     """A running call of a user's code. It ends by itself, or its owner ends it with `end`.
+
+    Lifecycle: the constructor starts the call in a task of its own; the owner calls `wait`, and `end` if the time is
+    over. Then `value` or `error` has the result.
 
     Args:
         name: name of the call in a warning.
@@ -107,7 +111,8 @@ class UserTask(Generic[_T]):
     def _finish(self) -> None:
         """Set `over` and call `on_end`, the first time that this is called.
 
-        There may be later calls, because an abandoned task may still end after `end` has returned.
+        The task calls this at its end, and `end` when it abandons the code. The second call does nothing: an abandoned
+        task may still end after `end` has returned.
         """
         if not self.over.is_set():
             self.over.set()
@@ -128,7 +133,8 @@ class UserTask(Generic[_T]):
                     self._awaitable = result
                     result = await self._drive(result)
                 self.value = cast("_T", result)
-        except BaseException as error:  # asyncio ends the whole loop on SystemExit and KeyboardInterrupt
+        except BaseException as error:
+            # User code may raise SystemExit or KeyboardInterrupt. In a task, asyncio would end the whole loop with it.
             self.error = error
         finally:
             self._finish()
@@ -141,10 +147,10 @@ class UserTask(Generic[_T]):
         asyncio, and cancellations down to the code. So it can leave the code suspended for ever. A task of asyncio that
         ran the code directly would end only with the code.
 
-        Returns the result of the code; None if the code was abandoned.
+        `_run` awaits this. Returns the result of the code; None if the code was abandoned.
         """
-        steps: Any = awaitable.__await__()
-        thrown: BaseException | None = None
+        steps: Any = awaitable.__await__()  # iterator that runs the code up to its next `await` of a future
+        thrown: BaseException | None = None  # exception that is thrown into the code at the next step
         # A loop that was blocked lately lets other tasks run before user code (`flash.run.loop_watch.WatchedLoop`).
         turn: Callable[[], Awaitable[None]] | None = getattr(asyncio.get_running_loop(), "turn", None)
         while True:
@@ -162,15 +168,16 @@ class UserTask(Generic[_T]):
                 yield awaited
             except BaseException as error:
                 thrown = error
-                self._swallowed += self._ending
+                if self._ending:
+                    self._swallowed += 1
             if self._abandoned or self._swallowed > MAX_SWALLOWED:
                 yield from self._abandon(steps)
                 return None
 
     def _abandon(self, steps: Any) -> Generator[None]:
-        """Abandon the code where it stands, and its child tasks with it.
+        """Abandon the code where it stands, and its child tasks with it. `steps` is the iterator that runs the code.
 
-        This is called in the code's task, because a cancel scope can only be left in its task.
+        `_drive` calls this in the code's task, because a cancel scope can only be left in its task.
         """
         self._abandoned = True
         # First stop the scopes of the code from cancelling its tasks again and again, then close the child tasks.
@@ -189,7 +196,7 @@ class UserTask(Generic[_T]):
     def where(self) -> str:
         """Return `, at file.py:12`, the line of the user's code that waits now; empty if the line is not known.
 
-        The line is put into errors and warnings.
+        Errors and warnings contain it. Owners call this before they end the code.
         """
         place = place_in(lines_awaited(self._awaitable))
         return f", at {place}" if place else ""
@@ -197,8 +204,9 @@ class UserTask(Generic[_T]):
     async def wait(self, seconds: float, *, shield: bool = False) -> bool:
         """Wait until the code has ended; return False if it is still running after `seconds`.
 
-        If the caller is cancelled during this wait, the code is ended first. `shield`: True if a cancellation of the
-        caller takes effect only after the wait, because the code has to run even then.
+        The owner calls this after the constructor. If the caller is cancelled during this wait, the code is ended
+        first. `shield`: True if a cancellation of the caller takes effect only after the wait, because the code has to
+        run even then.
         """
         try:
             with anyio.move_on_after(seconds, shield=shield):
@@ -211,9 +219,10 @@ class UserTask(Generic[_T]):
     async def end(self, seconds: float = CLEANUP_S) -> bool:
         """Cancel the code. If it is still running after `seconds`, abandon it, log a warning, and return False.
 
-        Code that swallows a cancellation on each turn of the loop is abandoned sooner, after `SPIN_S`.
+        The owner calls this if the time of the call is over. Code that swallows a cancellation on each turn of the loop
+        is abandoned sooner, after `SPIN_S`.
         """
-        where = self.where()
+        where = self.where()  # before the cancellation, which moves the code to its cleanup
         self._ending = True
         self._scope.cancel()
         with anyio.move_on_after(min(SPIN_S, seconds), shield=True):
@@ -242,8 +251,8 @@ class UserTask(Generic[_T]):
 def _close(steps: Any, awaitable: object) -> None:
     """End a suspended coroutine with GeneratorExit, and keep the coroutines that ignore it in memory for ever.
 
-    Python complains when it deletes a coroutine that has not ended (`keep_for_ever`). `steps` is the iterator of the
-    coroutine, `awaitable` the coroutine itself.
+    This is how a call is abandoned (`UserTask._abandon`). Python complains when it deletes a coroutine that has not
+    ended (`keep_for_ever`). `steps` is the iterator of the coroutine, `awaitable` the coroutine itself.
     """
     # The coroutine, and the ones that it awaits, down to the innermost.
     suspended = [*awaited_coroutines(awaitable)]
@@ -286,6 +295,7 @@ async def call_method(
     """
 
     def awaitable_call() -> Awaitable[_T]:
+        """Call the method, and return the awaitable that it gives. Raises EnvError if it gives something else."""
         result = call()
         if not inspect.isawaitable(result):
             raise EnvError(
@@ -308,6 +318,8 @@ async def call_method(
 
 def make_environment(call_name: str, make: Callable[[], _T]) -> _T:
     """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
+
+    The player of episodes calls this at the beginning of each episode.
 
     Args:
         call_name: name of the call in errors, such as `start (seed 5)`.
@@ -342,14 +354,15 @@ def _failure(call_name: str, error: BaseException) -> EnvError:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `ValueError: message (file.py:12)` for an exception, for error messages.
+    """Return `ValueError: message (file.py:12)` for an exception of a user's code, for error messages.
 
     Of an exception group, only the exception that `first_error` chooses is described: an error of Flash if there is
     one, else the first.
     """
     chosen = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     cause = chosen.__cause__
-    # Python replaces a StopIteration that leaves a coroutine by a RuntimeError. A RuntimeError of the user is kept.
+    # Python replaces a StopIteration that leaves a coroutine by a RuntimeError with this message. The user's own
+    # exception says more. A RuntimeError that the user has raised is kept.
     if type(chosen) is RuntimeError and isinstance(cause, StopIteration):
         chosen = cause if message_of(chosen).endswith(" raised StopIteration") else chosen
     # An error that was put into a group without being raised has no traceback of its own.
@@ -363,7 +376,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str | None:
-    """Return the message of an exception; None if its class is a user's and fails to give one."""
+    """Return the message of an exception; None if its class is a user's and its `__str__` raises an error."""
     try:
         return str(error)
     except BaseException:
@@ -373,20 +386,22 @@ def _text(error: BaseException) -> str | None:
 def shortened(text: str, most: int) -> str:
     """Return a text of at most `most` characters unchanged; of a longer text only its two ends.
 
-    The ends of an error message usually say the most.
+    The ends of an error message usually say the most. Between them stands how many characters were left out.
     """
-    left = len(text) - most
-    return text if left <= 0 else f"{text[: most // 2]} … {left} characters … {text[-most // 2 :]}"
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[: most // 2]} … {left_out} characters … {text[-most // 2 :]}"
 
 
 def check_returned(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
     """Check the result of an environment's method with `check`, and return the value that `check` returns.
 
+    The player of episodes calls this after each `reset` and `step`.
+
     Args:
         env: the environment.
         method: name of the method.
         seed: seed of the problem, which errors name.
-        check: a function of `flash.environment.results` with the result as its argument.
+        check: calls a function of `flash.environment.results` with the result.
 
     Raises:
         EnvError, RewardError: the check failed; the error names the method and the place where it is defined.

@@ -29,7 +29,8 @@ count, sorted by name within each folder."""
 
 
 def fingerprint(env: EnvConfig) -> str:
-    """Return a hash of an environment's path and options, and of the files that they name.
+    """Return a hash of an environment's path and options, and of the files that they name. The hub calls this at its
+    start.
 
     A text names a file by its path, by the path of a folder that has it, or as the module of `module:Class`. Reads
     these files, up to MAX_BYTES bytes.
@@ -41,7 +42,7 @@ def fingerprint(env: EnvConfig) -> str:
             with suppress(OSError):  # the code that needs an unreadable file reports it
                 fits = (size := file.stat().st_size) <= unread
                 digest.update(_file_digest(file, read=fits))
-                if fits:  # a file that is too large leaves the number for smaller ones after it
+                if fits:  # a file that is too large uses nothing of the number, so smaller ones after it still fit
                     unread -= size
     return digest.hexdigest()
 

@@ -57,7 +57,9 @@ class SolvedExample(msgspec.Struct, frozen=True):
     """A prompt and a correct answer, for a supervised warm start."""
 
     prompt: str
+    """Text that `reset` shows, or in a later turn the next observation."""
     answer: str
+    """Text that `step` rewards."""
     later: tuple[SolvedExample, ...] = ()
     """The turns that follow in the same episode: each has the next observation as its prompt, and the correct
     answer."""
@@ -84,11 +86,17 @@ class Environment(Protocol):
 class SyncEnvironment(Protocol):
     """A blocking environment in the manner of Gym: the same three methods as `Environment`. They run in a thread."""
 
-    def reset(self, seed: int) -> tuple[Observation, Info]: ...
+    def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Start the problem of this seed and show it."""
+        ...
 
-    def step(self, action: str) -> StepResult: ...
+    def step(self, action: str) -> StepResult:
+        """Take the policy's answer as text. The reward must be a finite number."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the resources that the episode holds."""
+        ...
 
 
 @runtime_checkable
@@ -422,5 +430,5 @@ class Domains(Kinds, Protocol):
 
 
 def is_held_out(seed: int) -> bool:
-    """Return True if the problem of this seed is held out for evaluations."""
+    """Return True if the problem of this seed is held out for evaluations, and so never trained."""
     return seed >= HELD_OUT

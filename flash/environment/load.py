@@ -35,24 +35,30 @@ class LoadedEnvironment:
     def make(self, kind: str = "") -> Environment:
         """Return an environment for one episode. If its methods are blocking, they run in threads (`wrap`).
 
-        `kind` is not used: the environment finds the kind of its problem by the seed of `reset`.
+        The player of episodes calls this for each episode. It passes the kind of the problem, which is not used here:
+        the environment finds the kind by the seed of `reset`.
         """
         return wrap(self._class(**self._kwargs))
 
     async def prepare(self) -> None:
-        """Open the resources that the episodes of a node share, if the class has any. The node calls this once."""
+        """Open the resources that the episodes of a node share, if the class has any. The node calls this once, before
+        it starts its engines."""
         if isinstance(self._class, Prepared):
             await self._class.prepare(**self._kwargs)
 
     def kind_of(self, seed: int) -> str:
-        """Return the kind of the problem of a seed; an empty name if the class has one kind only."""
+        """Return the kind of the problem of a seed; an empty name if the class has one kind only.
+
+        The hub calls this for each problem that it issues.
+        """
         if self._kinds is None:
             return ""
         cls, kwargs = self._kinds
         return cls.kind_of(seed, **kwargs)
 
     def domains(self) -> dict[str, Domain]:
-        """Return the domains of the problems, by kind; empty if the class has none."""
+        """Return the domains of the problems, by kind; empty if the class has none. The hub and each node call this at
+        their start."""
         # Only the class that names the kinds can have their domains: another class would use other names.
         if self._kinds is None or not isinstance(self._kinds[0], Domains):
             return {}
@@ -68,14 +74,17 @@ class LoadedEnvironment:
         return class_with("held_out_problems", self._class, self._kwargs) is not None
 
     def held_out_problems(self) -> int | None:
-        """Return the number of held-out problems; None if there is no limit. May read a data set."""
+        """Return the number of held-out problems; None if there is no limit. May read a data set.
+
+        Runs and commands limit `eval.problems` to it at their start.
+        """
         if (found := class_with("held_out_problems", self._class, self._kwargs)) is None:
             return None
         cls, kwargs = found
         return cls.held_out_problems(**kwargs)
 
     def solution_of(self, seed: int) -> str | None:
-        """Return the known answer to the problem of a seed; None if the class has none."""
+        """Return the known answer to the problem of a seed; None if the class has none. The dry run tries it."""
         if (found := class_with("solution_of", self._class, self._kwargs)) is None:
             return None
         cls, kwargs = found

@@ -21,18 +21,18 @@ _PATHS = sysconfig.get_paths()
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
 """Folders of installed packages."""
 _FLASH = str(Path(__file__).parents[1])
+"""Folder of Flash's own code."""
 # "<string>" is code that Python or Flash has generated. It is at the bottom of the stack of each forked process.
 _PYTHON_AND_FLASH = (_PATHS["stdlib"], _PATHS["platstdlib"], _FLASH, "<frozen ", "<string>")
 """Beginnings of the names of files that belong to Python's library or to Flash."""
 
 
 def place_in(lines: Iterable[Line]) -> str:
-    """Return `file.py:12`, the innermost line of a user's code; empty if `lines` is empty.
+    """Return `file.py:12`, the innermost line of a user's code; empty if `lines` is empty. Errors and warnings name it.
 
-    The innermost line is the last one of `lines`.
-
-    A line of an installed package is returned only if no line is the user's, and a line of Python's library or of
-    Flash only if there is no other: `json/decoder.py:355` does not show a user where to look.
+    The innermost line is the last one of `lines`. A line of an installed package is returned only if no line is the
+    user's, and a line of Python's library or of Flash only if there is no other: `json/decoder.py:355` does not show a
+    user where to look.
     """
     innermost_first = [*lines][::-1]
     for distance in range(3):
@@ -54,7 +54,8 @@ def is_logged(count: int) -> bool:
 
 
 def _distance(file: str) -> int:
-    """Return 0 for a user's file, 1 for a file of an installed package, 2 for a file of Python or Flash."""
+    """Return how far a file is from the user: 0 for a user's file, 1 for a file of an installed package, 2 for a file
+    of Python or Flash."""
     if "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGES):
         return 1
     return 2 if file.startswith(_PYTHON_AND_FLASH) else 0
@@ -78,12 +79,13 @@ def lines_of(frame: FrameType | None) -> list[Line]:
 def awaited_coroutines(awaitable: object) -> Iterator[Any]:
     """Yield a suspended coroutine, then the coroutine that it awaits, and so on.
 
-    Yields nothing for an awaitable that is no coroutine, generator or task.
+    A task stands for its coroutine. Yields nothing for an awaitable that is no coroutine, generator or task.
     """
     waiting: Any = awaitable
     for _ in range(1000):  # tasks that await each other in a circle would never end this loop
         if (get_coro := getattr(waiting, "get_coro", None)) is not None:  # `waiting` is a task
             waiting = get_coro()
+        # Python's names of the attributes of coroutines, generators and asynchronous generators have these prefixes.
         prefix = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
         if prefix is None:
             return

@@ -31,7 +31,7 @@ _SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
 
 def check_reset_result(result: object) -> ResetResult:
-    """Return the result of `reset`, in which all chat messages are `Message` structs.
+    """Return the result of `reset`, in which all chat messages are `Message` structs. Called after each `reset`.
 
     Raises:
         EnvError: the result is not (observation, info), or one of the two has a wrong type.
@@ -44,6 +44,8 @@ def check_reset_result(result: object) -> ResetResult:
 
 def check_step_result(result: object) -> StepResult:
     """Return the result of `step`, with a plain Python number and flags. A reward of True counts as 1, False as 0.
+
+    Called after each `step`.
 
     Raises:
         EnvError: the result is not (observation, reward, terminated, truncated, info), or one of them has a wrong type.
@@ -96,7 +98,9 @@ def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
 
 
 def metrics_of(info: Info) -> dict[str, float]:
-    """Return `info["metrics"]`: numbers that the environment measured in a step. The mean over a batch is logged.
+    """Return `info["metrics"]` of `step`: numbers that the environment measured. The mean over a batch is logged.
+
+    Called after each `step`; empty if the info has no metrics.
 
     Raises:
         EnvError: the value does not map names to finite numbers.
@@ -138,7 +142,9 @@ def template_arguments(info: Info) -> dict[str, Any]:
 
 
 def note_of(info: Info) -> str:
-    """Return `info["note"]`: a remark on the response, for people who read the samples of a run.
+    """Return `info["note"]` of `step`: a remark on the response, for people who read the samples of a run.
+
+    Called after each `step`; empty if the info has no note. A long note is cut after `NOTE_LENGTH` characters.
 
     Raises:
         EnvError: the value is not text.

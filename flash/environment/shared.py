@@ -46,7 +46,7 @@ class _Resource:
         self.scope = anyio.CancelScope(shield=True)
         """Scope of the task that holds the resource. It is shielded, so that only its deadline or `Sharing.end` ends
         it."""
-        self.settled = anyio.Event()
+        self.opening_over = anyio.Event()
         """Set when the resource is open, or has failed to open with `error`."""
         self.value: Any = None
         """The resource, once it is open."""
@@ -73,7 +73,9 @@ class Sharing:
         """Resources that are open or being opened, by key."""
 
     async def get(self, key: Hashable, open: Callable[[], AbstractAsyncContextManager[_T]]) -> _T:
-        """Return the resource of a key. Open it with `open` if it is not open.
+        """Return the resource of a key. The first call opens it with `open`; later ones wait until it is open.
+
+        `shared` calls this.
 
         Raises:
             Exception: any error that `open` raises.
@@ -84,13 +86,13 @@ class Sharing:
         resource = self._resources.get(key)
         if resource is None:
             resource = self._resources[key] = _Resource()
-            self._tasks.start_soon(self._hold, key, resource, open)
-        await resource.settled.wait()
+            self._tasks.start_soon(self._keep_open, key, resource, open)
+        await resource.opening_over.wait()
         if resource.error is not None:
             raise resource.error
         return resource.value
 
-    async def _hold(
+    async def _keep_open(
         self, key: Hashable, resource: _Resource, open: Callable[[], AbstractAsyncContextManager[object]]
     ) -> None:
         """Open a resource and keep it open until the block of `sharing` ends. This is the body of the resource's task.
@@ -103,31 +105,32 @@ class Sharing:
             try:
                 async with open() as resource.value:
                     resource.scope.deadline = math.inf  # it may stay open as long as the node
-                    resource.settled.set()
+                    resource.opening_over.set()
                     await self._closing.wait()
                     resource.scope.deadline = anyio.current_time() + self._close_s
             except Exception as error:
-                if resource.settled.is_set():
+                if resource.opening_over.is_set():
                     raise
                 resource.error = error
-        if not resource.settled.is_set():
+        # The resource has failed to open: with an error, at its deadline, or because `end` has cancelled its scope.
+        if not resource.opening_over.is_set():
             why = "the node is ending" if self._closing.is_set() else f"it took longer than {OPEN_S:g} s"
             resource.error = resource.error or EnvError(f"{key!r} cannot be opened: {why}")
             # Forget the resource, so that the next call of `get` opens it again.
             del self._resources[key]
-            resource.settled.set()
+            resource.opening_over.set()
 
     def stocks(self) -> list[Stock]:
-        """Return the stock of each open resource that reports one."""
-        values = (resource.value for resource in self._resources.values() if resource.settled.is_set())
+        """Return the stock of each open resource that reports one. The function `stocks` calls this."""
+        values = (resource.value for resource in self._resources.values() if resource.opening_over.is_set())
         return [value.stock() for value in values if isinstance(value, Stocked)]
 
     def end(self) -> None:
         """Let all resources close, and refuse to open others. Returns at once; the tasks of the resources do the
-        closing."""
+        closing. `sharing` calls this at its end."""
         self._closing.set()
         for resource in self._resources.values():
-            if not resource.settled.is_set():
+            if not resource.opening_over.is_set():
                 resource.scope.cancel()
 
 
@@ -139,6 +142,8 @@ _current: ContextVar[Sharing] = ContextVar("sharing")
 async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]:
     """Let all code of the block share resources. At the end of the block all resources are closed, also after a
     cancellation.
+
+    Node loops, commands that play episodes, and tests of environments enter this around all of their episodes.
 
     Args:
         run: the run's name, for `run_name`.
@@ -174,7 +179,8 @@ def run_name() -> str:
 
 
 def stocks() -> list[Stock]:
-    """Return the stock of each open resource of this node; empty outside of `sharing`."""
+    """Return the stock of each open resource of this node; empty outside of `sharing`. The node reports them to the
+    hub, for people."""
     resources = _current.get(None)
     return [] if resources is None else resources.stocks()
 

@@ -49,7 +49,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def give(self, call: Callable[[], None]) -> None:
-        """Let the thread run a call, which must not raise. The thread must not be in `idle`."""
+        """Let the thread run a call, which must not raise. The thread must not be in `idle`. For `in_thread`."""
         self._calls.put(call)
 
     def run(self) -> None:
@@ -80,24 +80,27 @@ async def in_thread(call: Callable[[], _T]) -> _T:
     ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = copy_context()
 
-    def settle(value: Any, error: BaseException | None) -> None:
+    def set_ended(value: Any, error: BaseException | None) -> None:
+        """Give the caller the result, or the exception, of the call. Runs on the event loop."""
         if not ended.done():  # if it is done, the caller was cancelled and nobody waits for the result
             ended.set_result((value, error))
 
     def work() -> None:
+        """Run the call in the thread, and report its end to the event loop."""
         value, error = None, None
         try:
             value = context.run(call)
         except BaseException as raised:
             error = raised
         with suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(set_ended, value, error)
 
     try:
         worker = _Worker.idle.pop()
     except IndexError:
         worker = _Worker()
     worker.give(work)
+    # The future carries an exception as a value: a future refuses a StopIteration.
     value, error = await ended
     if error is not None:
         raise error
@@ -120,15 +123,15 @@ class Threaded:
         """Event loop on which `close` was called while a thread ran a call of the environment; else None."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Start the problem of this seed and show it."""
+        """Start the problem of this seed and show it. Implements `Environment.reset`."""
         return await self._call(self.blocking.reset, seed)
 
     async def step(self, action: str) -> StepResult:
-        """Take the policy's answer."""
+        """Take the policy's answer. Implements `Environment.step`."""
         return await self._call(self.blocking.step, action)
 
     async def close(self) -> None:
-        """Close the environment: at once, or as soon as an abandoned call has returned.
+        """Close the environment: at once, or as soon as an abandoned call has returned. Implements `Environment.close`.
 
         If a call was abandoned, this returns at once, and the thread of that call closes the environment (`_run`).
         """
@@ -154,15 +157,18 @@ class Threaded:
         return await result if inspect.isawaitable(result) else result
 
     def where(self) -> str:
-        """Return `, at file.py:12`, the line at which the environment's thread stands; empty if no call runs."""
+        """Return `, at file.py:12`, the line at which the environment's thread stands; empty if no call runs.
+
+        `flash.environment.calls.call_method` puts it into the error about a call that has passed its deadline.
+        """
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         place = place_in(lines_of(frames.get(self._thread or 0)))
         return f", at {place}, in a thread, which nothing can end" if place else ""
 
     def _run(self, call: Callable[[], _T]) -> _T:
-        """Run a call of the environment in the present thread, and return its result.
+        """Run a call of the environment in the present thread, one of `in_thread`, and return its result.
 
-        Then close the environment if `close` was called meanwhile.
+        Then close the environment if `close` was called meanwhile, because the call was abandoned.
 
         Raises:
             EnvError: the environment is closed, or another thread still runs an abandoned call of it.
@@ -189,7 +195,8 @@ class Threaded:
                     asyncio.run_coroutine_threadsafe(closing, self._loop)
 
     def _close(self) -> None:
-        """Close the environment. `close` lets a thread do this; `where` can name the line at which it stands."""
+        """Close the environment, in a thread that `close` waits for. Meanwhile `where` can name the line at which it
+        stands."""
         self._thread = threading.get_ident()
         try:
             self.blocking.close()
@@ -205,8 +212,10 @@ def is_async(called: object) -> bool:
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:
-    """Return an asynchronous environment unchanged. Return a `Threaded` around an environment with a blocking
-    method."""
+    """Return an asynchronous environment unchanged. Return a `Threaded` around an environment with a blocking method.
+
+    `LoadedEnvironment.make` calls this for each episode, and environments call it for the ones that they wrap.
+    """
     methods = (env.reset, env.step, env.close)
     # `Threaded` has no `inform`. A class that has it must be asynchronous; only its first method is looked at, and a
     # blocking `step` or `close` is an error when it is called (`call_method`).
