@@ -45,11 +45,11 @@ def unregister(task: asyncio.Task[Any]) -> None:
 def scopes_within(scope: CancelScope, task: asyncio.Task[Any]) -> list[Any]:
     """Return `scope`, and all scopes that `task` or its child tasks have entered inside `scope`.
 
-    `task` is the task of an abandoned call, and `scope` the scope around the call.
+    `task` is the task of a call that is ended or abandoned, and `scope` the scope around the call.
     """
     found: list[Any] = []
     state = backend._task_states.get(task)  # pyright: ignore[reportPrivateUsage]
-    inner: Any = None if state is None else state.cancel_scope
+    inner: Any = None if state is None else state.cancel_scope  # the innermost scope of the task
     while inner is not None and inner is not scope:
         found.append(inner)
         inner = inner._parent_scope
@@ -70,7 +70,7 @@ def are_delivering(scopes: list[Any]) -> bool:
     """Return True if one of these scopes is about to cancel a task once more.
 
     A cancelled scope cancels its tasks again and again until they have ended. So this is True if a task has swallowed
-    the last cancellation.
+    the last cancellation. `UserTask.end` then gives the call no more time.
     """
     return any(scope._cancel_handle is not None for scope in scopes)
 

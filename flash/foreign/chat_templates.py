@@ -45,6 +45,8 @@ INTERPRETING_FUNCTIONS = frozenset({"strftime_now", "raise_exception"})
 def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str], str]) -> Template:
     """Compile a chat template as transformers does, so that it marks all text that it writes itself.
 
+    `flash.rollout.episode.controls` calls this once for each template, and then renders messages with the result.
+
     Args:
         source: source of the template.
         mark: returns a marked copy of a text.
@@ -65,7 +67,8 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
 def arguments_of(source: str) -> frozenset[str]:
     """Return the names of a chat template's arguments: names that the template reads but does not define.
 
-    Empty if the template cannot be parsed. Rendering it will report the error.
+    Arguments that a user gives are compared with them. Empty if the template cannot be parsed; rendering it will report
+    the error.
     """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -82,27 +85,36 @@ def arguments_of(source: str) -> frozenset[str]:
 def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more: Any) -> Any:
     """Return the result of a method of CUT_METHODS, or of `replace`, on a marked text, with its marks.
 
-    The method runs on the text without marks. The marked text has the same length, so each part that the method returns
-    is taken from the same position of the marked text. Marked templates call this function (`CUT`).
+    Marked templates call this function (`CUT`). The method runs on the text without marks. The marked text has the same
+    length, so each part that the method returns is taken from the same position of the marked text.
+
+    Args:
+        plain: returns a text without its marks.
+        text: the marked text.
+        method: name of the method.
+        args: arguments of the method, without marks, except for the new text of `replace`.
+        more: keyword arguments of the method.
     """
-    whole: Any = _without(text, plain)
+    unmarked: Any = _without(text, plain)
     if method == REPLACE:
-        # A marked text is divided at `old`, which was found without marks, and joined with `new`.
         old, new = args
-        return str(text).replace(old, new) if whole == text or not old else new.join(_cut(plain, text, "split", old))
-    found: Any = getattr(whole, method)(*args, **more)
+        if unmarked == text or not old:
+            return str(text).replace(old, new)
+        # A marked text is divided at `old`, which is found without marks, and joined with `new`.
+        return new.join(_cut(plain, text, "split", old))
+    found: Any = getattr(unmarked, method)(*args, **more)
     # A text without marks needs no further steps.
-    if whole == text:
+    if unmarked == text:
         return found
     # `at`: position at which the next part is searched. `between`: length of the separator after each part.
     between, at = len(args[0]) if args and args[0] and method in ("split", "rsplit") else 0, 0
     if method in ("strip", "lstrip"):
-        at = len(whole) - len(whole.lstrip(*args))
+        at = len(unmarked) - len(unmarked.lstrip(*args))
     elif method == "removeprefix":
-        at = len(whole) - len(found)
+        at = len(unmarked) - len(found)
     parts: list[str] = []
     for part in [found] if isinstance(found, str) else found:
-        at = whole.index(part, at)
+        at = unmarked.index(part, at)
         parts.append(text[at : at + len(part)])
         at += len(part) + between
     return parts[0] if isinstance(found, str) else parts

@@ -50,7 +50,8 @@ DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: DeviceMesh | None) -> list[nn.Module]:
-    """Divide the decoder layers among the ranks, in place, by the model's own plans.
+    """Divide the decoder layers among the ranks, in place, by the model's own plans. Each rank calls this when it
+    builds the model.
 
     Args:
         model: the model, before it is sharded with FSDP.
@@ -60,8 +61,9 @@ def divide_layers(model: PreTrainedModel, tensor: DeviceMesh | None, expert: Dev
     Returns:
         The modules that hold divided experts; empty without `expert`.
     """
-    sizes = [1 if mesh is None else mesh.size() for mesh in (tensor, expert)]
-    config = DistributedConfig(tp_size=sizes[0], ep_size=sizes[1], fsdp_size=get_world_size() // sizes[0])
+    tensor_ranks, expert_ranks = (1 if mesh is None else mesh.size() for mesh in (tensor, expert))
+    fsdp_ranks = get_world_size() // tensor_ranks
+    config = DistributedConfig(tp_size=tensor_ranks, ep_size=expert_ranks, fsdp_size=fsdp_ranks)
     layers, experts = resolve_parallel_plans(model, config)
     if tensor is not None:
         # Only decoder layers are divided: the embedding and the output layer stay whole.
@@ -91,10 +93,12 @@ class _EvenDispatch(TorchFunctionMode):
 
     def __init__(self, choices: int, ranks: int) -> None:
         super().__init__()
-        sent = [choices // ranks + (rank < choices % ranks) for rank in range(ranks)]
+        sent = [choices // ranks + (rank < choices % ranks) for rank in range(ranks)]  # the first ranks get one more
         self._counts = iter([*sent, *[sent[0]] * ranks])
+        """Results of the next calls of `Tensor.item`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function of torch, or return the next number in place of `Tensor.item`. torch calls this."""
         return next(self._counts) if func is Tensor.item else func(*args, **(kwargs or {}))
 
 
@@ -109,7 +113,7 @@ class _DispatchedExperts(EpDispatchExpertsParallel):
         self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
     ) -> Any:
         """Send each token to the ranks of its experts; called before the experts compute."""
-        # The sizes of the messages must be numbers. Tensors have no data when the memory of a step is only estimated.
+        # The sizes of the messages must be numbers. Tensors have no data when the memory of a step is only predicted.
         with nullcontext() if has_data(top_k_index) else _EvenDispatch(top_k_index.numel(), ep_size):
             return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
 

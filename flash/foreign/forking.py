@@ -92,7 +92,8 @@ class ForkServer(forkserver.ForkServer):
     def ensure_running(self) -> None:
         """Start the server if it is not running, with its own variables and a socket in this process's TMPDIR.
 
-        multiprocessing calls this before it forks a process.
+        multiprocessing calls this before it forks a process. Replaces its method, whose server has the variables of the
+        process that starts it.
         """
         own: Any = self
         if self._is_parent():
@@ -145,7 +146,10 @@ class ForkServer(forkserver.ForkServer):
         )
 
     def end(self) -> None:
-        """Kill the server, but not the processes that were forked from it."""
+        """Kill the server, but not the processes that were forked from it. Does nothing if it was never started here.
+
+        The supervisor of a launch calls this when it needs no further process, or when a start is cancelled.
+        """
         if (pid := cast(Any, self)._forkserver_pid) is not None:
             with suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGKILL)
@@ -227,6 +231,7 @@ class _Popen(popen_forkserver.Popen):
 
     def __init__(self, process_obj: Any) -> None:
         self._polling = threading.Lock()
+        """Lock of `poll`."""
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
@@ -256,7 +261,10 @@ class _Popen(popen_forkserver.Popen):
         self.pid = forkserver.read_signed(self.sentinel)
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code; None if the process runs. Waits for the end unless `flag` is `os.WNOHANG`."""
+        """Return the exit code; None if the process runs. Waits for the end unless `flag` is `os.WNOHANG`.
+
+        multiprocessing calls this for `exitcode` and `join`.
+        """
         if self.returncode is None and not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
             return None
         with self._polling:  # the exit code can be read from the descriptor only once
@@ -277,14 +285,17 @@ class ForkedProcess(ForkServerProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.variables = dict(os.environ)
+        """Environment variables of the new process."""
         self._cores = os.sched_getaffinity(0)
+        """CPU cores on which the new process may run."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state that is sent to the new process, without the server, which cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "server"}
 
     def enter(self) -> None:
-        """Set the environment, CPU cores, random seeds and signals. Runs in the new process, before any other code."""
+        """Set the environment variables, CPU cores, random seeds and signals. `run` calls this first, in the new
+        process."""
         Imports.server = os.getppid()
         os.environ.clear()
         os.environ.update(self.variables)
@@ -305,4 +316,5 @@ class ForkedProcess(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
+        """Start the process, and return its handle. multiprocessing calls this in `start`."""
         return _Popen(process_obj)

@@ -61,16 +61,18 @@ LSE_MULTIPLE = 32
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Return the attention output, [S, H, Q, D], and the log of the sum of weights, float32 [S, H, Q].
+    """Return the attention output, [S, H, Q, D], and the log of the sum of weights (`lse`), float32 [S, H, Q].
 
-    Queries are [S, H, Q, D]; keys and values are [S, G, K, D], where H is a multiple of G. The D of values may differ.
-    A query that sees no key gets an output of zeros and a log-sum of −inf, so that it adds nothing in a merge.
+    `flash.trainer.model.attention` calls this in the forward pass, for each part of the keys. Queries are [S, H, Q, D];
+    keys and values are [S, G, K, D], where H is a multiple of G. The D of values may differ. A query that sees no key
+    gets an output of zeros and a log-sum of −inf, so that it adds nothing in a merge.
     """
     import torch
 
-    wide = [_pad_heads(one, (query, value)) for one in (query, key, value)]
+    wide = [_pad_heads(one, (query, value)) for one in (query, key, value)]  # the three tensors with heads of one width
     mask, causal = _additive_mask(options.mask, query), options.causal and options.mask is None
     kernels = torch.ops.aten
+    # The number 0.0 in each call is the share of dropout.
     if query.device.type == "cpu":
         output, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
             *wide, 0.0, causal, attn_mask=mask, scale=options.scale
@@ -84,6 +86,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
         # This kernel returns `lse` with padding (LSE_MULTIPLE).
         lse = lse[..., : query.shape[2]]
     if options.mask is not None:
+        # Such a query must add nothing in a merge, whatever the kernel returns for it.
         sees_nothing = ~options.mask.any(-1)
         output, lse = output.masked_fill(sees_nothing[..., None], 0.0), lse.masked_fill(sees_nothing, -torch.inf)
     return output[..., : value.shape[-1]], lse
@@ -92,10 +95,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend`, given the gradient of the output.
+    """Return the gradients of query, key and value of `attend`, given `grad`, the gradient of the output.
 
-    `output` and `lse` are results of `attend`. If each token's attention is computed in several parts, they must be
-    merged over all parts. The result is then this part's share of the whole gradient.
+    Called in the backward pass, for each part of the keys. `output` and `lse` are results of `attend`. If each token's
+    attention is computed in several parts, they must be merged over all parts. The result is then this part's share of
+    the whole gradient.
     """
     import torch
     from torch.nn.functional import pad
@@ -151,10 +155,11 @@ class RaggedSequences(NamedTuple):
 def attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, sequences: RaggedSequences
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output [M, H, D] and the log of the sum of weights, float32 [M, H].
+    """Return the attention output [M, H, D] and the log of the sum of weights (`lse`), float32 [M, H].
 
-    Tokens attend within their sequence. The kernel exists only on GPUs (`takes_ragged`). It needs no padding, and
-    supports neither a mask nor a cap.
+    `flash.trainer.model.attention` calls this in the forward pass where `takes_ragged` allows it. Tokens attend within
+    their sequence. The kernel exists only on GPUs (`takes_ragged`). It needs no padding, and supports neither a mask
+    nor a cap.
     """
     import torch
 
@@ -182,10 +187,10 @@ def attend_ragged_backward(
     options: AttentionOptions,
     sequences: RaggedSequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend_ragged`, given the gradient of the output.
+    """Return the gradients of query, key and value of `attend_ragged`, given `grad`, the gradient of the output.
 
-    If each token's attention is computed in several parts, `output` and `lse` must be merged over all parts. The result
-    is then this part's share of the whole gradient.
+    Called in the backward pass. If each token's attention is computed in several parts, `output` and `lse` must be
+    merged over all parts. The result is then this part's share of the whole gradient.
     """
     import torch
 

@@ -47,7 +47,7 @@ def adapter_config(*, base: str, rank: int, alpha: float, targets: Sequence[str]
 
 
 def insert_adapters(model: nn.Module, config: Any) -> None:
-    """Put adapters in float32 into a model, in place, and freeze everything else.
+    """Put adapters in float32 into a model, in place, and freeze everything else. `config` is from `adapter_config`.
 
     If the parameters of the model are on the meta device, without memory, the adapters are there, too.
 
@@ -62,7 +62,7 @@ def insert_adapters(model: nn.Module, config: Any) -> None:
     with unset_fake_temporarily():
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad:  # only the adapters, which may have the precision of their layers
                 parameter.data = parameter.data.float()
 
 
@@ -72,7 +72,8 @@ def config_in(model: nn.Module) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Return the name that a tensor of an adapter has in files of peft, where the adapter's name is left out."""
+    """Return the name that a tensor of an adapter has in files of peft, where the adapter's name is left out. `name` is
+    the name of the parameter in the model."""
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
@@ -85,7 +86,8 @@ def save_config(folder: Path, config: Any) -> None:
 def without_adapters(model: nn.Module) -> Generator[None]:
     """Let the model compute as its base, without adapters, inside this block.
 
-    So one model serves as policy and as reference model. No backward pass may run inside.
+    So one model serves as policy and as reference model: trainer ranks compute the reference's log-probs in the block.
+    No backward pass may run inside.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

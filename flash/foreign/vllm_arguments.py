@@ -19,7 +19,7 @@ PLAIN_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "dict": dic
 
 
 def argument_names() -> list[str]:
-    """Return the names of all arguments; empty if vLLM is not installed.
+    """Return the names of all arguments; empty if vLLM is not installed. The check of `[engine.vllm]` refuses others.
 
     Raises:
         LookupError: the installed vLLM declares its arguments in another place.
@@ -30,7 +30,7 @@ def argument_names() -> list[str]:
 
 
 def type_of(name: str) -> Any:
-    """Return the type that msgspec must find for an argument in a configuration file.
+    """Return the type that msgspec must find for the argument `name` of `argument_names` in a configuration file.
 
     The result is `Any` if `_type` does not know this kind of annotation; the value is then not checked.
     """
@@ -45,7 +45,7 @@ def _module(name: str) -> ast.Module:
         return ast.Module([], [])
     path = Path(found.origin).parent.joinpath(*name.split(".")[1:])
     files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-    return ast.parse(next((file.read_text() for file in files if file.is_file()), ""))
+    return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
 
 
 @cache
@@ -97,10 +97,11 @@ def _either(left: Any, right: Any) -> Any:
     """
     if Any in (left, right):
         return Any
-    kinds = [part for side in (left, right) for part in (get_args(side) if get_origin(side) is Union else (side,))]
-    if str in kinds:
-        kinds = [kind for kind in kinds if get_origin(kind) is not Literal]
-    return cast("Any", Union)[tuple(kinds)]
+    # Each side may be a union itself.
+    members = [part for side in (left, right) for part in (get_args(side) if get_origin(side) is Union else (side,))]
+    if str in members:
+        members = [member for member in members if get_origin(member) is not Literal]
+    return cast("Any", Union)[tuple(members)]
 
 
 def _named(name: str, module: str) -> Any:

@@ -50,13 +50,15 @@ _log.setLevel(logging.ERROR)
 """Logger for failures of the server. Faults of clients are answered and not logged, or they could fill the log."""
 
 PIECE = 2 << 10
-"""Most bytes that are read from a client at once. If they are chunks of one byte each, they block the loop for 7 ms."""
+"""Largest number of bytes that are read from a client at once. If they are chunks of one byte each, they block the loop
+for 7 ms."""
 SIZED_PIECE = 256 << 10
-"""Most bytes that are read at once of a body with a content-length, which h11 does not parse byte by byte."""
+"""Largest number of bytes that are read at once of a body with a content-length, which h11 does not parse byte by
+byte."""
 ACCEPTED = 64
-"""Most connections that the loop accepts in one turn."""
+"""Largest number of connections that the loop accepts in one turn."""
 BACKLOG = 2048
-"""Most connections that wait in the kernel to be accepted."""
+"""Largest number of connections that wait in the kernel to be accepted."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +71,9 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int = 64 << 20
     """Largest request body, in bytes."""
     held_bytes: int = 2 << 30
-    """Most bytes of the bodies of all requests that are not answered yet. Further requests get 503."""
+    """Largest number of bytes of the bodies of all requests that are not answered yet. Further requests get 503."""
     receive_s: float = 15.0
-    """Most seconds between two pieces of a request body."""
+    """Longest time between two pieces of a request body, in seconds."""
     bytes_per_s: int = 4096
     """Slowest average rate at which a client may send a body or read an answer. A client that sends one byte now and
     then cannot keep a connection open."""
@@ -80,9 +82,10 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
     connections: int = 4096
-    """Most open connections, or half of the files that the process may open if that is less. Further ones get 503."""
+    """Largest number of open connections, or half of the files that the process may open if that is less. Further ones
+    get 503."""
     strangers: int = 512
-    """Most connections that have not shown a valid token yet. One more ends the oldest of them."""
+    """Largest number of connections that have not shown a valid token yet. One more ends the oldest of them."""
     token_share: float = 0.25
     """Share of `connections` and of `held_bytes` that one bounded token may have (`HttpConnection.hold`)."""
 
@@ -95,21 +98,23 @@ class StrangerConnections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: dict[HttpConnection, None] = {}
+        self._connections: dict[HttpConnection, None] = {}
+        """The connections, as a set that keeps their order."""
 
     def add(self, connection: HttpConnection) -> None:
-        """Add a new connection. If there are too many then, remove the oldest, and end it if it still has no token."""
-        self._waiting[connection] = None
-        while len(self._waiting) > self._most:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
+        """Add a connection that has just been made. If there are too many then, remove the oldest, and end it if it
+        still has no token."""
+        self._connections[connection] = None
+        while len(self._connections) > self._most:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
             # A connection stays here after it has shown a token, so this is checked only now.
             if not oldest.had_token:
                 oldest.transport.abort()
 
     def remove(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
-        self._waiting.pop(connection, None)
+        self._connections.pop(connection, None)
 
 
 class TokenConnections:
@@ -122,6 +127,7 @@ class TokenConnections:
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: Counter[str] = Counter()
+        """Number of connections, idle or not, by name of their token."""
         self._idle: dict[str, dict[HttpConnection, None]] = {}
         """Idle connections, by name of their token. The connection that has been idle for longest is first."""
 
@@ -132,7 +138,7 @@ class TokenConnections:
         request. If the token has `most` connections already, the connection that has been idle for longest is ended to
         make room. Returns False if none is idle; the caller then refuses the request.
         """
-        if connection.holder == name:
+        if connection.holder == name:  # a further request on a connection that is counted already
             self._idle.get(name, {}).pop(connection, None)
             return True
         if self._open[name] >= self._most:
@@ -146,7 +152,8 @@ class TokenConnections:
         return True
 
     def mark_idle(self, connection: HttpConnection) -> None:
-        """Record that a connection has answered its request, so that it can be ended to make room for another one."""
+        """Record that a connection has answered its request, so that it can be ended to make room for another one. Does
+        nothing if it has no token."""
         if connection.holder:
             self._idle.setdefault(connection.holder, {})[connection] = None
 
@@ -177,9 +184,10 @@ class SendTimer:
         self._waiting = 0
         """Bytes that waited to be sent when the current measurement began."""
         self._timer: asyncio.TimerHandle | None = None
+        """Timer of the current measurement; None if nothing is measured."""
 
     def start(self) -> None:
-        """Measure for `stall_s` seconds from now on."""
+        """Measure for `stall_s` seconds from now on. `HttpConnection.pause_writing` calls this when bytes wait."""
         self.stop()
         self._waiting = self._transport.get_write_buffer_size()
         self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._check)
@@ -191,7 +199,9 @@ class SendTimer:
             self._timer = None
 
     def _check(self) -> None:
-        """End the connection if the client has read less than `bytes_per_s`, else measure again."""
+        """End the connection if the client has read less than `bytes_per_s`, else measure again. Called by the
+        timer."""
+        # uvicorn lets the application write nothing while bytes wait, so the client has read the difference.
         taken = self._waiting - self._transport.get_write_buffer_size()
         if taken < self._limits.bytes_per_s * self._limits.stall_s:
             self._transport.abort()
@@ -237,12 +247,14 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         """Scope of the request that `_body_left` belongs to."""
         self._strangers = strangers
         self._awaited: Literal["head", "rest"] | None = None
-        """Part of a request for which `_timer` runs: the head, or the rest of a body after the answer was sent."""
+        """Part of a request for which `_timer` runs: the head, or the rest of a body after the answer was sent. None if
+        the timer does not run."""
         self._timer: asyncio.TimerHandle | None = None
+        """Timer that ends the connection `head_s` seconds after it was started; None if it does not run."""
 
     @property
     def had_token(self) -> bool:
-        """True if a request on this connection had a valid token: it is then no stranger."""
+        """True if the latest request on this connection had a valid token: the connection is then no stranger."""
         scope: Any = self.scope  # None before the first request.
         return scope is not None and "token" in scope["state"]
 
@@ -276,7 +288,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._set_timer()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer that the next piece is read into, of `PIECE` bytes.
+        """Return the buffer that the next piece is read into, of `PIECE` bytes. asyncio calls this before each read.
 
         It is larger while a body with a known length arrives, because h11 does not parse such a body byte by byte. But
         at most `PIECE` bytes beyond the end of that body are read, because the next request may follow.
@@ -288,18 +300,18 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         return self._buffer[: max(PIECE, min(self._body_left, SIZED_PIECE))]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle a piece of `nbytes` that was read into the buffer."""
+        """Handle a piece of `nbytes` that was read into the buffer. asyncio calls this after each read."""
         self._body_left -= nbytes
         self.data_received(bytes(self._buffer[:nbytes]))
         self._set_timer()
 
     def pause_writing(self) -> None:
-        """Measure how fast the client reads, because bytes wait to be sent."""
+        """Begin to measure how fast the client reads. asyncio calls this when bytes wait to be sent."""
         self._send_timer.start()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Stop measuring, because the client has read all bytes."""
+        """Stop measuring how fast the client reads. asyncio calls this when no bytes wait any more."""
         self._send_timer.stop()
         super().resume_writing()
 
@@ -314,7 +326,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection and stop its timers."""
+        """Forget the connection and stop its timers. asyncio calls this at its end, whoever has ended it."""
         self._strangers.remove(self)
         self._by_token.remove(self)
         self._send_timer.stop()
@@ -323,7 +335,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with an error.
+        """Answer bytes that are not HTTP with an error. uvicorn calls this when h11 cannot parse the bytes.
 
         If the application is still answering an earlier request, it is notified that the client has left. This error
         replaces that answer, unless a part of the answer was sent already; then the connection is aborted.
@@ -340,7 +352,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def _set_timer(self) -> None:
         """Start or stop the timer, which runs while a head is incomplete or the body of an answered request arrives.
 
-        The timer goes on if the awaited part is the same as before: further bytes of a head do not extend its time.
+        Called at the beginning of the connection, after each read, and after an answer. The timer goes on if the
+        awaited part is the same as before: further bytes of a head do not extend its time.
         """
         awaited = None
         if self.conn.their_state is h11.IDLE:
@@ -376,7 +389,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then set `listening`."""
+        """Listen, then set `listening`. uvicorn calls this in `serve`."""
         await super().startup(sockets)
         self.listening.set()
 
@@ -384,9 +397,11 @@ class _Server(uvicorn.Server):
 def http_protocol(limits: HttpLimits, connections: int) -> Any:
     """Return the factory of connections that `uvicorn.Config` takes as `http`. All connections share the limits.
 
+    `flash.http.server.serving` calls this once for each server.
+
     Args:
         limits: bounds on the connections.
-        connections: most connections that are open at a time.
+        connections: largest number of connections that are open at a time.
     """
     return partial(
         HttpConnection,
@@ -401,7 +416,8 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
 async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
     """Accept connections at a bound socket during the block; the block begins when the socket listens.
 
-    When the block ends, requests in progress have a time to finish, which `config` gives. Then uvicorn cancels them.
+    `flash.http.server.serving` is the only caller. When the block ends, requests in progress have a time to finish,
+    which `config` gives. Then uvicorn cancels them.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:

@@ -41,8 +41,8 @@ from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protoco
 SHUTDOWN_S = 3
 """Seconds that requests in progress have to finish when the service ends."""
 MAX_JSON_VALUES = 400_000
-"""Most lists, objects and keys of a JSON body. The characters `[`, `{` and `:` are counted, also inside texts. Decoding
-each value takes memory, and time in which the process does nothing else."""
+"""Largest number of lists, objects and keys of a JSON body. The characters `[`, `{` and `:` are counted, also inside
+texts. Decoding each value takes memory, and time in which the process does nothing else."""
 
 
 class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +61,8 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_socket(address: HttpAddress) -> socket.socket:
     """Return a socket that is bound to `address` and does not listen yet: `serving` lets it listen.
+
+    Services call this first, so that a wrong address is refused before any other work.
 
     Raises:
         ConfigError: the address cannot be bound, a public address has no TLS, or only one of certificate and key is
@@ -99,7 +101,7 @@ def open_socket(address: HttpAddress) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if a numeric address can be reached from this machine only."""
+    """Return True if a numeric address can be reached from this machine only, so that it needs no TLS."""
     found = ipaddress.ip_address(host.partition("%")[0])
     # Before Python 3.13, `is_loopback` is False for ::ffff:127.0.0.1, the loopback of IPv4 written as IPv6.
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
@@ -153,6 +155,8 @@ async def serving(
 ) -> AsyncGenerator[str]:
     """Serve an application during the block, which begins when the socket listens. Yields the URL.
 
+    When the block ends, requests in progress have SHUTDOWN_S seconds to finish.
+
     Args:
         app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, so that their
             connection is no stranger any more, and answers each `HTTPException`.
@@ -204,6 +208,7 @@ def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     """
 
     async def send_with_headers(message: Message) -> None:
+        """Send one message of an answer. Only the first, with the status, has headers."""
         if message["type"] == "http.response.start":
             answer_headers = MutableHeaders(scope=message)
             for name, value in headers.items():
@@ -214,7 +219,7 @@ def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
 
 
 def _url(bound: socket.socket, address: HttpAddress) -> str:
-    """Return the URL of a bound socket, with its real port."""
+    """Return the URL of a bound socket, with its real port, which the system has chosen if `address.port` is 0."""
     if address.unix is not None:
         return f"unix:{address.unix}"
     host, port = bound.getsockname()[:2]
@@ -226,7 +231,7 @@ def _url(bound: socket.socket, address: HttpAddress) -> str:
 
 
 async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> bytes:
-    """Return the whole body of a request, which the caller then decodes.
+    """Return the whole body of a request, which the caller then decodes. Applications of `serving` call this.
 
     Args:
         request: the request.
@@ -238,7 +243,7 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
         ClientDisconnect: the client has left.
     """
     too_large = HTTPException(413, f"the body has more than {most_bytes} bytes")
-    if int(request.headers.get("content-length") or 0) > most_bytes:
+    if int(request.headers.get("content-length") or 0) > most_bytes:  # refused before any of it is read
         raise too_large
     data = bytearray()
     async for piece in request.stream():
@@ -266,7 +271,7 @@ class BoundedBodies:
         requests together."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request with bounds on its body.
+        """Answer one request with bounds on its body. uvicorn calls this for each request.
 
         The application gets a `receive` that counts the bytes as they come and raises HTTPException beyond a bound. The
         bytes are given back when the application has answered, or failed.
@@ -277,6 +282,7 @@ class BoundedBodies:
         counted = 0  # bytes of this body in `_held`; a piece that `_Body.receive` refuses is never added
 
         async def bounded() -> Message:
+            """Return the next message of the request, with its bytes counted. Raises HTTPException beyond a bound."""
             nonlocal holder, counted
             message = await body.receive()
             if not counted:
