@@ -68,9 +68,10 @@ def collective_failed(error: BaseException) -> bool:
 
 
 def open_store(host: str, seconds: float) -> tuple[Store, int]:
-    """Start to serve a store in this process, on a free port, and return the store and the port.
+    """Start to serve a store in this process, on a free port, and return the store and the port. Rank 0 calls this.
 
-    `seconds`: time limit of each operation of the store.
+    `host`: name or address of this machine at which other processes reach it; `seconds`: time limit of each operation
+    of the store.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -79,7 +80,8 @@ def open_store(host: str, seconds: float) -> tuple[Store, int]:
 
 
 def reach_store(host: str, port: int, seconds: float) -> Store:
-    """Connect to a store that another process serves with `open_store`. Reading a key waits until it is set.
+    """Connect to a store that another process serves with `open_store`. Reading a key waits until it is set. All ranks
+    except rank 0 call this.
 
     `seconds`: time limit of the connection and of each operation.
     """
@@ -188,7 +190,8 @@ def all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
 
 @contextmanager
 def single_process_group(backend: str) -> Generator[None]:
-    """Provide a default process group with this process as its only rank, for code that expects a group."""
+    """Provide a default process group with this process as its only rank while the block runs, for code that expects a
+    group. Commands that run the trainer's code in their own process use it."""
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
@@ -211,7 +214,7 @@ def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
 
 def set_recompile_limit(variants: int) -> None:
     """Set how many compiled variants of one function torch.compile keeps. After that number it compiles no further
-    variant.
+    variant. Called when a trainer rank compiles its layers.
 
     There is one variant for each combination of shapes, dtypes and whether gradients are computed.
     """
@@ -259,13 +262,14 @@ class LiveBytes:
         """Largest value of `now` so far."""
 
     def add(self, storage: UntypedStorage) -> None:
-        """Count a storage, with its current size, until it is deleted."""
+        """Count a storage, with its current size, until it is deleted. `add_tensors` calls this."""
         if (key := id(storage)) not in self._sizes:
+            # `_end` runs when the storage is deleted, and not at the end of the process.
             weakref.finalize(storage, self._end, key).atexit = False
         self._set(key, storage.size())
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Update the size of a storage if it is counted."""
+        """Update the size of a storage if it is counted. Called when torch has resized it."""
         if id(storage) in self._sizes:
             self._set(id(storage), storage.size())
 
@@ -284,6 +288,7 @@ class LiveBytes:
         self._paused += 1
 
     def __exit__(self, *_: object) -> None:
+        """End one pause."""
         self._paused -= 1
 
     def add_tensors(self, result: object) -> None:

@@ -66,14 +66,15 @@ def takes_attention(model: PreTrainedModel) -> bool:
 
 
 def attention(model: PreTrainedModel) -> str | None:
-    """Return the name of the attention function that the model calls."""
+    """Return the name of the attention function that the model calls, such as `sdpa`."""
     return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
 
 
 def default_attention(model: PreTrainedModel) -> str:
     """Return the name of the attention function that transformers would select for a model of this class.
 
-    For models that cap attention scores it is "eager", because transformers' sdpa ignores the cap without a warning.
+    Trainer ranks set it when they load a model, before Flash's own function may replace it. For models that cap
+    attention scores it is "eager", because transformers' sdpa ignores the cap without a warning.
     """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return model.get_correct_attn_implementation("eager" if capped else None)
@@ -91,23 +92,30 @@ class LogitChange(NamedTuple):
     """Bound of the capped logits; None: no cap."""
 
 
-def _logit_attributes(model: PreTrainedModel) -> list[tuple[object, str, float | None]]:
-    """Return the attributes that change logits and that the model has.
+class _LogitAttribute(NamedTuple):
+    """Attribute with which a model changes logits."""
 
-    Each item has the object with the attribute, the attribute's name, and the value with which logits stay unchanged.
-    """
-    found: list[tuple[object, str, float | None]] = [
-        (model.config, "final_logit_softcapping", None),
-        (model.config, "logits_scaling", 1.0),
-        (model, "logits_scaling", 1.0),
-        (model, "logit_scale", 1.0),
-        (model.base_model, "lm_head_multiplier", 1.0),
+    owner: object
+    """Object that has the attribute: a model or a configuration."""
+    name: str
+    neutral: float | None
+    """Value with which logits stay unchanged."""
+
+
+def _logit_attributes(model: PreTrainedModel) -> list[_LogitAttribute]:
+    """Return the attributes with which this model changes logits. Families of models have different ones."""
+    known = [
+        _LogitAttribute(model.config, "final_logit_softcapping", None),
+        _LogitAttribute(model.config, "logits_scaling", 1.0),
+        _LogitAttribute(model, "logits_scaling", 1.0),
+        _LogitAttribute(model, "logit_scale", 1.0),
+        _LogitAttribute(model.base_model, "lm_head_multiplier", 1.0),
     ]
-    return [item for item in found if isinstance(getattr(item[0], item[1], None), int | float)]
+    return [one for one in known if isinstance(getattr(one.owner, one.name, None), int | float)]
 
 
 def logit_change(model: PreTrainedModel) -> LogitChange:
-    """Return the change of logits that the model's attributes imply.
+    """Return the change of logits that the model's attributes imply. Called once for each model, for its output layer.
 
     A model may change logits in other ways, too. `flash.trainer.model.packing_check` finds such a change, because it
     compares with the model's own forward pass.
@@ -123,26 +131,32 @@ def logit_change(model: PreTrainedModel) -> LogitChange:
 
 @contextmanager
 def logits_unchanged(model: PreTrainedModel) -> Generator[None]:
-    """Let the model return the output of its output layer, which Flash has replaced, unchanged inside this block."""
-    kept = [(owner, name, getattr(owner, name), neutral) for owner, name, neutral in _logit_attributes(model)]
+    """Let the model return the output of its output layer, which Flash has replaced, unchanged inside this block.
+
+    A forward pass for log-probs runs in the block: the output is log-probs then, and not logits.
+    """
+    attributes = _logit_attributes(model)
+    values = [getattr(one.owner, one.name) for one in attributes]
     try:
-        for owner, name, _, neutral in kept:
-            setattr(owner, name, neutral)
+        for one in attributes:
+            setattr(one.owner, one.name, one.neutral)
         yield
     finally:
-        for owner, name, value, _ in kept:
-            setattr(owner, name, value)
+        for one, value in zip(attributes, values, strict=True):
+            setattr(one.owner, one.name, value)
 
 
 def windows(model: PreTrainedModel) -> list[int]:
-    """Return the lengths in tokens of the model's attention windows and chunks; empty if it has none."""
+    """Return the lengths in tokens of the model's attention windows and chunks; empty if it has none. The check of
+    packing tries sequences that are longer."""
     config = model.config.get_text_config()
     limits = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
     return [limit for limit in limits if isinstance(limit, int) and limit > 0]
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """Return the most tokens that a sequence of the model may have; None if its configuration does not say."""
+    """Return the largest number of tokens that a sequence of the model may have; None if its configuration does not
+    say."""
     count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return count if isinstance(count, int) else None
 
@@ -222,7 +236,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
 
 
 def routed_share(model: PreTrainedModel) -> tuple[int, float]:
-    """Return the number of experts of a layer, and the share of them that a token is sent to.
+    """Return the number of experts of a layer, and the share of them that a token is sent to. For the count of FLOPs.
 
     A model without experts has 0 and 1.
     """
@@ -242,7 +256,8 @@ load a model, so they would never use an adapter for it."""
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of all linear layers that may get LoRA adapters, such as `q_proj`, sorted.
 
-    The output layer and `ABSORBED_LAYER` are left out.
+    These are the layers that get adapters if `lora.targets` is empty. The output layer and `ABSORBED_LAYER` are left
+    out.
     """
     output = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output)
@@ -251,6 +266,8 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 def without_weights(path: str, *, trusted: bool, layers: int | None = None) -> PreTrainedModel:
     """Return a model whose parameters are on the meta device, where they need no memory. Its buffers are real.
+
+    Checks and predictions of memory use it, and trainer ranks before they load their parts of the weights.
 
     Args:
         path: folder or id of the model.

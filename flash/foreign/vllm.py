@@ -27,6 +27,9 @@ class NoAttentionError(ValueError):
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Check an engine's arguments, and return a function that builds its AsyncLLM, given its `stat_loggers`.
 
+    `flash.rollout.vllm.start` calls this before an engine starts, and in the dry run. `arguments` are those of vLLM's
+    `AsyncEngineArgs`, by name.
+
     Raises:
         NoAttentionError: vLLM's attention on the CPU does not support the model. Without this check the engine would
             fail as well, but only after minutes.
@@ -58,9 +61,10 @@ def _check_head_size(model: Any) -> None:
 def accept_typed_replies() -> None:
     """Let this process decode the answers of a core that may send pickles. The ipc weight backend needs such a core.
 
-    A core with the variable VLLM_ALLOW_INSECURE_SERIALIZATION names the types of its answers. vLLM reads the variable
-    in this process, too, at each answer. But Flash has then restored the environment variables, so the value is set
-    here. Without it, the first answer would end vLLM's reading task, and the caller would wait forever.
+    The node loop calls this before it starts such an engine. A core with the variable VLLM_ALLOW_INSECURE_SERIALIZATION
+    names the types of its answers. vLLM reads the variable in this process, too, at each answer. But Flash has then
+    restored the environment variables, so the value is set here. Without it, the first answer would end vLLM's reading
+    task, and the caller would wait forever.
     """
     from vllm import envs
 
@@ -78,12 +82,14 @@ def disable_statistics(llm: Any) -> None:
 
 
 def cache_tokens(llm: Any) -> int:
-    """Return the number of tokens that the KV cache of a started engine can hold; 0 if it is not reported."""
+    """Return the number of tokens that the KV cache of an engine can hold; 0 if it is not reported. Called once the
+    engine has started."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
 def fail_requests(llm: Any) -> None:
-    """End all requests of a closed or dead engine with an error, and end vLLM's reading task.
+    """End all requests of an engine with an error, and end vLLM's reading task. Called when the engine is closed or has
+    died.
 
     vLLM would end them later, and log each request as a failure.
     """
@@ -95,20 +101,21 @@ def fail_requests(llm: Any) -> None:
 
 
 def is_core_death(error: BaseException) -> bool:
-    """Return True if an error means that the engine's core has ended."""
+    """Return True if an error of vLLM means that the engine's core has ended. The engine then counts as dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def worker_error(error: BaseException) -> str:
-    """Return a worker's error message, cut out of the engine's error; for another error, its type and message."""
+    """Return a worker's error message, cut out of vLLM's error about a load of weights; for another error, its type and
+    message."""
     found = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
     return found.group(1) if found else f"{type(error).__name__}: {error}"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if an error means that a request is invalid, so that no engine would serve it."""
+    """Return True if an error of vLLM means that a request is invalid, so that no engine would serve it."""
     from vllm.exceptions import VLLMClientError
 
     return isinstance(error, VLLMClientError | ValueError)
@@ -149,25 +156,27 @@ def with_seed(parameters: Any, seed: int) -> Any:
 
 
 def vocabulary(llm: Any) -> int:
-    """Return the number of tokens for which the model of an engine has logits."""
+    """Return the size of the vocabulary: the number of tokens for which the model of an engine has logits."""
     return llm.model_config.get_vocab_size()
 
 
 def scoring_parameters() -> Any:
-    """Return vLLM's parameters of a request for the log-probs of its prompt. The canary, a text, is such a prompt."""
+    """Return vLLM's parameters of a request for the log-probs of its prompt. After each load of weights, the canary, a
+    short text, is such a prompt."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=1.0,
-        max_tokens=1,
-        prompt_logprobs=0,
+        max_tokens=1,  # vLLM samples at least one token
+        prompt_logprobs=0,  # of the prompt's own tokens, and of none beside them
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int]]]:
-    """Return a function that returns the weight versions of a running request so far.
+    """Return a function that returns the weight versions of a running request so far. Called when a request has been
+    added.
 
     Each version is a label (`update_weights`) with the index of the first token that was sampled with it. `queue` is
     vLLM's queue with the output of the request.
@@ -177,7 +186,8 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
 
 
 def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
-    """Return a function that frees the log-probs of a running request that were delivered already.
+    """Return a function that frees the log-probs of a running request that were delivered already. The engine calls it
+    for each piece of a response with kept sets.
 
     With the most likely tokens, vLLM would keep kilobytes per token until the response ends, and would decode each of
     these tokens if the response has stop texts. Nothing uses that. `queue` is vLLM's queue with the output of the
@@ -220,6 +230,7 @@ def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], move
     detokenizer = state.detokenizer
     if not isinstance(detokenizer, FastIncrementalDetokenizer):
         return
+    # Start over, as if the response began `moved` tokens before the end of the prompt.
     detokenizer.stream = DecodeStream(ids=list(prompt[:-moved]), skip_special_tokens=detokenizer.skip_special_tokens)
     detokenizer.output_text = "".join(map(detokenizer.decode_next, prompt[-moved:]))
 
@@ -238,14 +249,16 @@ def take_undelivered(queue: Any) -> int:
 async def pause(llm: Any, *, keep_cache: bool) -> None:
     """Stop an engine's scheduler between two steps, until `resume_generation`. Requests keep their tokens.
 
-    `keep_cache`: True to keep the KV cache; False to compute it again with the weights that are loaded next.
+    The engine calls this before it loads a version. `keep_cache`: True to keep the KV cache; False to compute it again
+    with the weights that are loaded next.
     """
     # `AsyncLLM.pause_generation` is not used, because it sleeps for 20 ms after the pause.
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
 
 
 async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
-    """Initialise the weight receiver of each worker for new trainer ranks, which publish the weights.
+    """Initialise the weight receiver of each worker for new trainer ranks, which publish the weights. The engine calls
+    this before the first load from these ranks.
 
     A *weight receiver* is the object in a worker with which it gets new weights: Flash's
     `flash.weights.worker.WeightReceiver`, or vLLM's own one with the ipc backend. `init_info` is `UpdateInfo.init`.
@@ -258,7 +271,7 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
 ) -> dict[str, str] | None:
-    """Load new weights into a paused engine; or load a LoRA adapter.
+    """Load new weights into a paused engine; or load a LoRA adapter. The engine calls this for each version.
 
     vLLM labels all tokens that it samples afterwards with `label`. With several adapters these labels are wrong, and
     `version_starts` in `flash.rollout.vllm.state` replaces them.
@@ -329,7 +342,8 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 
 def step_numbers(stats: Any) -> dict[str, Any]:
-    """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `PressureGauge.read`."""
+    """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `flash.rollout.vllm.state`'s
+    `PressureGauge.read`, which describes them."""
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,
@@ -346,8 +360,8 @@ def step_numbers(stats: Any) -> dict[str, Any]:
 def stat_logger(record: Callable[[Any], None]) -> Any:
     """Return a class of vLLM's stat loggers that passes the `SchedulerStats` of each step to `record`.
 
-    It derives from vLLM's Prometheus logger. Otherwise vLLM would create that logger, too. It takes time in each step,
-    and all engines of a process would share one registry.
+    An engine gets it when it starts, for its gauges. It derives from vLLM's Prometheus logger. Otherwise vLLM would
+    create that logger, too. It takes time in each step, and all engines of a process would share one registry.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

@@ -86,7 +86,7 @@ def parser_names(package: Package) -> list[str]:
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return []
-    source = Path(found.submodule_search_locations[0], package, "__init__.py").read_text()
+    source = Path(found.submodule_search_locations[0], package, "__init__.py").read_text(encoding="utf-8")
     for statement in ast.parse(source).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == _LISTS[package]:
@@ -148,7 +148,7 @@ class Parsers:
         *,
         calling: bool,
     ) -> Parsed:
-        """Return the parts of a complete response.
+        """Return the parts of a complete response. The episode calls this once for each response to chat messages.
 
         Args:
             text: text of the response with special tokens, but without the token that ended it.
@@ -165,11 +165,13 @@ class Parsers:
         except Exception:  # a model may write anything, and some parsers then raise errors of any type
             return Parsed("", text, [], malformed=True)
         called = [Called(call.id or "", call.name, call.arguments) for call in calls or () if tools and calling]
+        # Parsers do not say that they could not read a call, so the text is searched for the beginning of one.
         malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
         return Parsed(reasoning or "", content or "", called, malformed)
 
     def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> StreamParser:
-        """Return a parser for a response that is still being sampled.
+        """Return a parser for a response whose pieces a user hears while it is sampled. Called when the response
+        begins.
 
         `prompt`, `tools` and `calling` are described at `parse`.
         """
@@ -209,7 +211,7 @@ class StreamParser:
         """Tokens before the response; None after the first piece, because vLLM's parser takes them only there."""
 
     def add(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return the reasoning and the content in the next piece of the response.
+        """Return the reasoning and the content in the next piece of the response. Called for each piece, in order.
 
         `text`: text of the piece, with special tokens; `token_ids`: its tokens. After an error of vLLM's parser, the
         rest of the response gives empty texts.

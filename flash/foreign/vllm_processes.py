@@ -38,7 +38,8 @@ later."""
 
 
 def import_engine() -> None:
-    """Import the modules that a node loop needs for an engine, which takes seconds."""
+    """Import the modules that a node loop needs for an engine, which takes seconds. Called in a fork server, so that
+    the node loops forked from it need no imports."""
     import_module("vllm.v1.engine.async_llm")
 
 
@@ -74,7 +75,7 @@ def preload_libraries() -> str:
 
 
 def apply_offline_mode() -> None:
-    """Apply the environment variable HF_HUB_OFFLINE of this forked process.
+    """Apply the environment variable HF_HUB_OFFLINE of this forked process. Called when a core begins.
 
     The library of the Hugging Face Hub has read the variable in the fork server, where it may have another value.
     """
@@ -84,7 +85,7 @@ def apply_offline_mode() -> None:
 
 
 def keep_frozen() -> None:
-    """Let this forked process never collect the objects of its fork server as garbage.
+    """Let this forked process never collect the objects of its fork server as garbage. Called when a core begins.
 
     When an engine ends, vLLM lets the collector scan all objects, and runs it, for engines in a process that goes on.
     Here the process ends, too. The scan would take a second or more of CPU time, because it copies the memory pages of
@@ -94,7 +95,7 @@ def keep_frozen() -> None:
 
 
 def _do_nothing() -> None:
-    pass
+    """Stand in for `gc.unfreeze`."""
 
 
 def start_cores_with(context: Any) -> None:
@@ -112,9 +113,10 @@ def start_workers_with(context: Any) -> None:
 def spin_less(seconds: float) -> None:
     """On a CPU, limit to `seconds` how long an engine's processes spin while they wait for each other's messages.
 
-    To spin is to ask again and again without sleeping. vLLM lets processes spin for a second after each message, on a
-    CPU core that the trainer, the node loop or environments could use. A sleeping process may miss a message. vLLM lets
-    it check again after five seconds, in which the engine would stand still, so this time is shortened, too.
+    Flash's plugin of vLLM calls this in each process of an engine. To spin is to ask again and again without sleeping.
+    vLLM lets processes spin for a second after each message, on a CPU core that the trainer, the node loop or
+    environments could use. A sleeping process may miss a message. vLLM lets it check again after five seconds, in which
+    the engine would stand still, so this time is shortened, too.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -126,7 +128,8 @@ def spin_less(seconds: float) -> None:
 
 
 def worker_pids(core_pid: int) -> list[int]:
-    """Return the process ids of a running core's workers; empty if the core computes itself."""
+    """Return the process ids of a running core's workers; empty if the core computes itself. Called in the node loop
+    once the engine has started. Raises FileNotFoundError if the core has ended."""
     children: list[str] = []
     for thread in Path(f"/proc/{core_pid}/task").iterdir():
         with suppress(OSError):  # the thread may have ended meanwhile
@@ -140,7 +143,7 @@ def worker_rank(name: str) -> int:
 
 
 def _command(pid: str) -> bytes:
-    """Return the command line of a process; empty if it has ended."""
+    """Return the command line of a process, its title included; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -153,7 +156,8 @@ def is_end_of_starting_core(error: BaseException) -> bool:
 
 
 def on_killed_worker(report: Callable[[int], None]) -> None:
-    """Let this core call `report` with the number of the signal if a signal kills one of its workers.
+    """Let this core call `report` with the number of the signal if a signal kills one of its workers. Called when a
+    core begins.
 
     vLLM ends the other workers, by signals too, when a worker has ended. `report` is called before that, so that the
     first cause is known. vLLM's own log message about a killed worker is left out: it only repeats the report.
@@ -163,13 +167,13 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
     executor: Any = multiproc_executor.MultiprocExecutor
     end_all = executor._ensure_worker_termination
 
-    held: list[logging.LogRecord] = []
+    held_back: list[logging.LogRecord] = []  # messages about lost workers
 
     def hold_back(record: logging.LogRecord) -> bool:
         """Filter vLLM's log: hold back the message about a lost worker until its exit code is known."""
         if not str(record.msg).startswith(WORKER_DIED):
             return True
-        held.append(record)
+        held_back.append(record)
         return False
 
     def report_and_end_all(workers: Sequence[Any]) -> None:
@@ -179,9 +183,9 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
         if killed is not None:
             report(killed)
         else:
-            for record in held:
+            for record in held_back:
                 multiproc_executor.logger.callHandlers(record)
-        held.clear()
+        held_back.clear()
         end_all(workers)
 
     executor._ensure_worker_termination = staticmethod(report_and_end_all)
@@ -191,7 +195,8 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
 def _killing_signal(workers: Sequence[Any]) -> int | None:
     """Return the number of the signal that has killed one of the worker processes; None if none was killed.
 
-    Waits up to EXIT_CODE_S for the first exit code. Workers that still run are not ended.
+    Called when the core has noticed that a worker has ended. Waits up to EXIT_CODE_S for the first exit code. Workers
+    that still run are not ended.
     """
     connection.wait([worker.sentinel for worker in workers], EXIT_CODE_S)
     for worker in workers:

@@ -45,7 +45,7 @@ def begin_reload(
     model: torch.nn.Module, device: torch.device, before_packing: Callable[[torch.nn.Module], None]
 ) -> None:
     """Make the layers of a model expect new tensors. These go into the same storage, because compiled graphs point into
-    it.
+    it. Called in each worker before the tensors of a version arrive.
 
     On the CPU `before_packing` is called with each layer when its new weights have arrived, before they are packed.
     `flash.weights.worker` computes the checksum of the weights there, because packing changes their order.
@@ -82,7 +82,8 @@ def _pack_weights(
 
 
 def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old tensors.
+    """Put the new tensors in place, and renew the copies that the CPU's kernels have made of the old tensors. Called in
+    each worker when all tensors of a version have arrived.
 
     Args:
         model: the model that `begin_reload` has prepared.
@@ -141,7 +142,8 @@ def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
 
 
 def _widen_head(model: torch.nn.Module, model_config: Any, *, replace: bool) -> None:
-    """Give the model a `WideHead` if its output layer computes in another dtype than the model.
+    """Give the model a `WideHead` if its output layer computes in another dtype than the model. On the CPU, called
+    after each load of weights or adapters.
 
     Args:
         model: the model.
@@ -178,7 +180,7 @@ class WideHead:
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
-    """Pack the weights of embedding and output layer again, for the CPU's kernels.
+    """Pack the weights of embedding and output layer again, for the CPU's kernels. Called after each load of weights.
 
     An output layer that shares the embedding's weights gets no tensor of its own. So the reload never packs it again,
     and it would compute logits with the previous version.
