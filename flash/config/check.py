@@ -44,24 +44,28 @@ Check = Callable[[Config], Iterator[ConfigProblem]]
 
 
 def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
-    """Return every problem of a resolved configuration. `simulated`: only problems that matter to a simulation."""
+    """Return every problem of a resolved configuration. `flash.config.load.load` calls this.
+
+    `simulated`: True to return only problems that matter to a simulation.
+    """
     checks = SIMULATION if simulated else TABLES if config.sft is None else SUPERVISED
     return [problem for one in checks for problem in one(config)]
 
 
 def unwise(config: Config) -> list[ConfigProblem]:
-    """Return a warning for each setting that is valid but probably not intended."""
+    """Return a warning for each setting that is valid but probably not intended. For `advise`."""
     return [problem for one in ADVICE for problem in one(config)]
 
 
 def advise(config: Config, also: Iterable[ConfigProblem] = ()) -> None:
     """Print a warning on standard error for each setting that is unwise, in general or on this machine, and for each
-    problem of `also`."""
+    problem of `also`. `flash train`, `flash sft` and `flash.train` call this once, before they start anything."""
     _warn([*unwise(config), *machine.advise_dtype(config), *also])
 
 
 def advise_on_engines(config: Config) -> None:
-    """Print the warnings that concern engines only, for commands that do not train."""
+    """Print the warnings that concern engines only, for commands that do not train: `flash eval`, `flash rollout` and
+    `flash join`."""
     _warn(machine.advise_engine(config))
 
 
@@ -125,8 +129,8 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProb
 def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
     """Yield a problem for each option of a domain that conflicts with the rest of the configuration.
 
-    A domain is one environment of a mixture (`envs.mixture`); it may have settings of its own, in place of those of the
-    run. An environment without domains has no problems here.
+    A domain is a kind of problems with settings of its own, in place of those of the run. Most domains are the
+    environments of a mixture (`envs.mixture`). An environment without domains has no problems here.
     """
     try:
         # Only the class that names the kinds of problems can have their domains, as in `LoadedEnvironment.domains`.

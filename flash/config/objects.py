@@ -42,21 +42,25 @@ IMPORT_PATH = "FLASH_IMPORT_PATH"
 
 
 def import_from(folders: Iterable[str]) -> None:
-    """Add folders to the end of Python's import path. Installed modules take precedence over modules in them."""
+    """Add folders to the end of Python's import path. Installed modules take precedence over modules in them.
+
+    Called when a configuration is read, and in each process of a run before that.
+    """
     sys.path += [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def share_import_path() -> None:
-    """Store the import path of this process in the environment, for processes that are started from here.
+    """Store the import path of this process in its environment variables, for processes that are started from here.
 
-    They read it with `take_import_path`. PYTHONPATH is not used, because it would put a user's folder before the
-    standard library, also in programs that run under another Python.
+    A launcher calls this. The processes read it with `take_import_path`. PYTHONPATH is not used, because it would put a
+    user's folder before the standard library, also in programs that run under another Python.
     """
     os.environ[IMPORT_PATH] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
 
 
 def take_import_path() -> None:
-    """Add the import path of the process that started this one, which `share_import_path` has stored."""
+    """Add the import path of the process that started this one, which `share_import_path` has stored. Each process that
+    a launcher starts calls this first."""
     import_from(filter(None, os.environ.get(IMPORT_PATH, "").split(os.pathsep)))
 
 
@@ -129,7 +133,8 @@ def _first_missing(name: str) -> str | None:
 
 
 def _nearest_module(name: str) -> str:
-    """Return `; did you mean X?` for the module beside the missing one that has the most similar name; else empty."""
+    """Return `; did you mean X?` for the module that has the most similar name to the missing module `name` and lies in
+    the same package; empty if there is none."""
     parent, _, _ = name.rpartition(".")
     paths = getattr(sys.modules[parent], "__path__", []) if parent else own_folders()
     prefix = f"{parent}." if parent else ""
@@ -149,6 +154,7 @@ def own_folders() -> list[str]:
 
 
 def _lies_in(folder: Path, folders: set[Path]) -> bool:
+    """Return True if a folder is one of `folders`, or lies somewhere inside one of them."""
     return any(one in folders for one in (folder, *folder.parents))
 
 
@@ -165,11 +171,12 @@ def load_environment(path: str) -> type[object]:
 
 
 def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[type[Any], dict[str, Any]] | None:
-    """Find the environment class that has a classmethod about its problems, and the keyword arguments for it.
+    """Return the environment class that has a classmethod about its problems, and the keyword arguments for it; None if
+    no class has the method.
 
-    Such methods, for example `domains` and `held_out_problems`, are asked of the class, without an instance. If the
-    class itself has no such method but wraps another environment, its method `wrapped` (`flash.environment.Wrapping`)
-    names that one, and the search continues there. None: no class has the method.
+    Such methods, for example `domains` and `held_out_problems`, are called on the class, without an instance. If `cls`
+    itself has no such method but wraps another environment, its method `wrapped` (`flash.environment.Wrapping`) names
+    that one, and the search continues there. `kwargs`: keyword arguments of `cls`.
     """
     while not callable(getattr(cls, method, None)):
         if not callable(getattr(cls, WRAPPED, None)):
@@ -210,7 +217,8 @@ def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
 
 
 def is_sink(made: object) -> bool:
-    """Return True if an object can be called as `sink(kind, row)`."""
+    """Return True if an object can be called as `sink(kind, row)`. Checked when the function of `observe.sink` has made
+    a sink, at the start of a run."""
     return callable(made) and _takes(made, "kind", "row")
 
 
@@ -245,7 +253,10 @@ def check_options(cls: Callable[..., object], options: Mapping[str, Any], where:
 def examine_options(
     cls: Callable[..., object], options: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """Do the work of `check_options`, but return the problems instead of raising them."""
+    """Do the work of `check_options`, but return the problems instead of raising them.
+
+    Returns the keyword arguments for `cls`, and the problems. With problems the arguments are incomplete.
+    """
     parameters = dict(_parameters(cls))
     struct = _struct_of_options(parameters)
     if struct is None:
@@ -260,8 +271,8 @@ def examine_options(
 
 
 def refusal(cls: Callable[..., object], error: Exception) -> str:
-    """Return the error message for options that have the right types but that the class or its options struct
-    refuses."""
+    """Return the error message for options that have the right types but that the class `cls`, which is a user's, or
+    its options struct refuses. `error` is the exception that it has raised."""
     verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
     return f"{cls.__name__} refuses them: {verdict}"
 

@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def schema() -> Json:
-    """Return the JSON Schema of a configuration file."""
+    """Return the JSON Schema of a configuration file, for `flash schema` and docs/configuration.schema.json."""
     (root,), found = msgspec.json.schema_components([Config], ref_template="#/definitions/{name}")
     definitions = {name: cast("Json", _draft_7(part)) for name, part in found.items()}
     for struct in structs():
@@ -47,7 +47,8 @@ def schema() -> Json:
 
 
 def structs(annotation: Any = Config) -> Iterator[type[msgspec.Struct]]:
-    """Yield the struct of each table of the configuration, and of each kind of table that a key may hold."""
+    """Yield the struct of each table that a value of this type may be or contain: by default each table of the
+    configuration, and each kind of table that a key may hold."""
     in_list = get_origin(annotation) is list
     for struct in tables_in(get_args(annotation)[0] if in_list else annotation).values():
         yield struct
@@ -64,6 +65,7 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     for cls in reversed(struct.__mro__):
         if not issubclass(cls, msgspec.Struct) or cls is msgspec.Struct:
             continue
+        # Python keeps no docstrings of fields, so they are read from the source: the text after each field.
         (tree,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(tree, ast.ClassDef)
         for statement, following in zip(tree.body, tree.body[1:], strict=False):

@@ -340,11 +340,12 @@ class ClusterConfig(Section, frozen=True):
     same time are divided in half between both."""
 
     def trainer_ranks_on(self, node: int) -> int:
-        """Return the number of trainer ranks on a node."""
+        """Return the number of trainer ranks on the node with this number: `trainer_ranks` on the first `trainer_nodes`
+        nodes of the job, and 0 on all others."""
         return self.trainer_ranks if node < self.trainer_nodes else 0
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node on which a trainer rank runs."""
+        """Return the number of the node on which a trainer rank runs. `rank` counts the ranks of all nodes."""
         return rank // self.trainer_ranks
 
 
@@ -367,7 +368,8 @@ class ParallelConfig(Section, frozen=True):
         return self.tensor * self.context
 
     def data_shard(self, rank: int) -> int:
-        """Return the number of the batch part (data shard) that a trainer rank trains."""
+        """Return the number of the batch part (data shard) that a trainer rank trains. `rank` counts the ranks of all
+        nodes; neighbouring ranks that divide model or rows have the same shard."""
         return rank // self.ranks_per_shard
 
 
@@ -477,11 +479,15 @@ class Config(Section, frozen=True):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of the run, for samples of domains without settings of their own."""
+        """Sampling settings of the run, from the keys of the same names in `[rollout]`. A domain may replace them by
+        settings of its own."""
         return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
 
     def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:
-        """Return why the trainer cannot know which tokens `top_k` of these settings keeps; None if it can."""
+        """Return why the trainer cannot know which tokens `top_k` of these settings keeps; None if it can.
+
+        The checks of `[rollout]` and of an environment's domains refuse such settings.
+        """
         model, drafted = self.model, "speculative_config" in self.engine.vllm
         return why_kept_tokens_unknown(sampling, dtype=model.dtype, head_dtype=model.head_dtype, drafted=drafted)
 
@@ -498,15 +504,16 @@ class Config(Section, frozen=True):
         return min(self.train.max_age + 1, MOST_ADAPTERS) if self.rollout.swap == "drain" else 1
 
     def engines_on(self, node: int) -> int:
-        """Return the number of engines on a node: `engine.count`, or fewer if the trainers leave too few GPUs."""
+        """Return the number of engines on the node with this number: `engine.count`, or fewer if the trainers leave too
+        few GPUs."""
         if self.gpus_per_node == 0 or self.engine.share_gpus:
             return self.engine.count
         free = self.gpus_per_node - self.cluster.trainer_ranks_on(node)
         return min(self.engine.count, free // self.engine.tensor_parallel)
 
     def engine_gpus(self, node: int, engine: int) -> list[int]:
-        """Return the numbers of the GPUs of an engine of a node. They follow the trainers' GPUs unless GPUs are
-        shared."""
+        """Return the numbers of the GPUs of an engine of a node; empty on the CPU. They follow the trainers' GPUs
+        unless GPUs are shared. `engine` counts the engines of the node, from 0."""
         if self.gpus_per_node == 0:
             return []
         first = 0 if self.engine.share_gpus else self.cluster.trainer_ranks_on(node)
