@@ -159,7 +159,8 @@ def _lies_in(folder: Path, folders: set[Path]) -> bool:
 
 
 def load_environment(path: str) -> type[object]:
-    """Return the environment class at `module:Class`.
+    """Return the environment class at `module:Class`. The check of `env.path` calls this, and each process that uses
+    the environment.
 
     Raises:
         ConfigError: there is no such object, or it is not an environment.
@@ -186,7 +187,8 @@ def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[typ
 
 
 def load_objective(name: str) -> type[Objective]:
-    """Return the objective with this name (see `algorithms.OBJECTIVES`) or import path.
+    """Return the objective class with this name (see `algorithms.OBJECTIVES`) or import path. The checks of
+    `[algorithm]` and each trainer rank call this.
 
     Raises:
         ConfigError: there is no such object, it is not an objective, or it has no formula.
@@ -203,7 +205,8 @@ def load_objective(name: str) -> type[Objective]:
 
 
 def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
-    """Return the function that `observe.sink` names, which makes a sink; see `flash.observe.trackers.receivers`.
+    """Return the function that `observe.sink` names, which makes a sink; see `flash.observe.trackers.receivers`. The
+    check of `observe.sink` and the first node of a run call this.
 
     Raises:
         ConfigError: there is no such function, or it takes other arguments.

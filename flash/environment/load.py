@@ -69,7 +69,8 @@ class LoadedEnvironment:
     def is_collected(self) -> bool:
         """True if the class has the method `held_out_problems`, even if this returns no limit.
 
-        Held-out problems are the problems of evaluations, which are never trained.
+        Held-out problems are the problems of evaluations, which are never trained. Callers of `held_out_problems` ask
+        this first, since it reads no data set.
         """
         return class_with("held_out_problems", self._class, self._kwargs) is not None
 

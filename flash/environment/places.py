@@ -43,13 +43,14 @@ def place_in(lines: Iterable[Line]) -> str:
 
 
 def is_users(place: str) -> bool:
-    """Return True if `file.py:12` is a line of a user's code, so that the user can change it."""
+    """Return True if `place`, such as `file.py:12`, is a line of a user's code, so that the user can change it.
+    Warnings about a blocked event loop give advice then."""
     return _distance(place) == 0
 
 
 def is_logged(count: int) -> bool:
-    """Return True for 1, 10, 100, …. An event that repeats at one place is logged only when its count is such a
-    number."""
+    """Return True if `count` is 1, 10, 100, …. An event that repeats at one place is logged only when its count is such
+    a number, so that it does not fill the log."""
     return str(count).strip("0") == "1"
 
 
@@ -62,13 +63,15 @@ def _distance(file: str) -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (file.py:12)`, the line of the user's code that raised an error; empty if the line is not known."""
+    """Return ` (file.py:12)`, the line of the user's code that raised an error, for the error's message; empty if the
+    line is not known."""
     place = place_in((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     return f" ({place})" if place else ""
 
 
 def lines_of(frame: FrameType | None) -> list[Line]:
-    """Return the lines of a thread's stack, the innermost last. `frame` is the innermost frame."""
+    """Return the lines of a thread's stack, the innermost last, for `place_in`. `frame` is the innermost frame; None
+    gives no lines."""
     lines: list[Line] = []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
@@ -94,7 +97,8 @@ def awaited_coroutines(awaitable: object) -> Iterator[Any]:
 
 
 def lines_awaited(awaitable: object) -> Iterator[Line]:
-    """Yield the line at which a suspended coroutine waits, then the line of the coroutine that it awaits, and so on."""
+    """Yield the line at which a suspended coroutine waits, then the line of the coroutine that it awaits, and so on,
+    for `place_in`. Coroutines that have ended have no line."""
     for one in awaited_coroutines(awaitable):
         frame = next(getattr(one, name) for name in ("cr_frame", "gi_frame", "ag_frame") if hasattr(one, name))
         if frame is not None:

@@ -123,7 +123,7 @@ def metrics_of(info: Info) -> dict[str, float]:
 def template_arguments(info: Info) -> dict[str, Any]:
     """Return `info["chat_template_kwargs"]` of `reset`: arguments of the model's chat template.
 
-    None counts as no arguments.
+    Called after each `reset`. None counts as no arguments.
 
     Raises:
         EnvError: the value is not a mapping whose keys are texts.

@@ -67,7 +67,8 @@ def insert_adapters(model: nn.Module, config: Any) -> None:
 
 
 def config_in(model: nn.Module) -> Any:
-    """Return peft's configuration of the adapters in a model; None if it has no adapters."""
+    """Return peft's configuration of the adapters in a model; None if it has no adapters. Callers use it to find out if
+    a model has some, and to write it beside their tensors."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
 

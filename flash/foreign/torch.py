@@ -59,7 +59,8 @@ TOUCHED = (
 def collective_failed(error: BaseException) -> bool:
     """Return True if an error means that a collective failed, for example because another rank is gone.
 
-    The rank is then not at fault, and the ranks can start again. nccl raises a class of its own. gloo raises a
+    The rank is then not at fault, and the ranks can start again. Trainer ranks call this for each error that they
+    catch. nccl raises a class of its own. gloo raises a
     RuntimeError whose message contains a path in gloo's sources.
     """
     from torch.distributed import DistError
@@ -98,7 +99,8 @@ def private_store() -> Store:
 
 
 def file_store(file: Path, ranks: int) -> Store:
-    """Return a store for `ranks` processes of one machine. It is in a file, which must not exist yet."""
+    """Return a store for `ranks` processes of one machine. It is in a file, which must not exist before the first of
+    them calls this. The ranks of `flash sft` use it."""
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     return FileStore(str(file), ranks)
@@ -228,7 +230,8 @@ def set_recompile_limit(variants: int) -> None:
 def absent_ranks(count: int, rank: int = 0) -> Generator[None]:
     """Provide a default process group of `count` ranks of which only this one exists.
 
-    Collectives end at once and exchange no data. So one process can predict the memory of a rank of many.
+    Collectives end at once and exchange no data. So one process can predict the memory of a rank of many; `flash plan`
+    does so.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

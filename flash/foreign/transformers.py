@@ -61,7 +61,8 @@ stored separately."""
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Return True if the model looks its attention function up by name, so that Flash can set another function."""
+    """Return True if the model looks its attention function up by name, so that Flash can set another function. Trainer
+    ranks call this when they load a model."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
@@ -173,7 +174,8 @@ parallelism, where ranks have parts of a sequence."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Return True if the model's class declares a state that each token passes on to the next."""
+    """Return True if the model's class declares a state that each token passes on to the next. Such a model's layers
+    are not compiled as a whole."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -324,7 +326,8 @@ def routers(model: PreTrainedModel) -> list[ExpertRouter]:
 
 
 def layer_number(attention: nn.Module) -> int | None:
-    """Return the number of the decoder layer that an attention module belongs to, from 0; None if it has no number."""
+    """Return the number of the decoder layer that an attention module belongs to, from 0; None if it has no number. The
+    measurement of attention (`algorithm.rhythm`) calls this in each layer."""
     number = getattr(attention, "layer_idx", None)
     return number if isinstance(number, int) else None
 

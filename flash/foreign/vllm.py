@@ -127,6 +127,8 @@ def is_refusal(error: BaseException) -> bool:
 def sampling_parameters(settings: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
     """Return vLLM's parameters of a request for one response, whose tokens and log-probs are delivered in pieces.
 
+    The engine calls this, and shares the result among requests with equal settings.
+
     Args:
         settings: settings of sampling and stopping, by vLLM's own names.
         max_tokens: largest number of tokens of the response.
@@ -236,7 +238,8 @@ def search_stop_text_in_prompt(llm: Any, queue: Any, prompt: Sequence[int], move
 
 
 def take_undelivered(queue: Any) -> int:
-    """Empty the queue of an aborted request. Return the number of sampled tokens that its caller has not received."""
+    """Empty the queue of a request that the engine has just aborted. Return the number of sampled tokens that its
+    caller has not received, which count as lost."""
     tokens = 0
     while (output := queue.get_nowait()) is not None:
         tokens += sum(len(piece.token_ids) for piece in output.outputs)
@@ -304,7 +307,8 @@ async def update_weights(
 
 
 def supported_rank(rank: int) -> int:
-    """Return the smallest maximum rank of adapters that vLLM can be configured with, and that is at least `rank`."""
+    """Return the smallest maximum rank of adapters that vLLM can be configured with, and that is at least `rank`, the
+    rank of the run's adapters."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(supported for supported in get_args(MaxLoRARanks) if supported >= rank)
@@ -332,7 +336,8 @@ async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Register a weight receiver of ours with vLLM in this process, as weight transfer backend `name`."""
+    """Register a weight receiver of ours with vLLM in this process, as weight transfer backend `name`. Flash's plugin
+    of vLLM calls this in each process of an engine. `module` and `class_name` name the receiver's class."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(name, module, class_name)

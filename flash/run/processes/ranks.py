@@ -174,7 +174,8 @@ class Ranks(SupervisedPart):
     async def send_to_hub(self, message: p.Fatal | p.Interrupt) -> bool:
         """Send the hub the error of this machine's ranks, or an interrupt. Both end the run.
 
-        Returns True if a connection to the hub was made. The caller then leaves the end of the run to the hub.
+        `Launch` calls this when the ranks have failed for good, or after a signal. Returns True if a connection to the
+        hub was made. The caller then leaves the end of the run to the hub.
         """
         connected, deadlines = False, self._run_config.deadlines
         with suppress(FlashError):  # the hub may end before it replies

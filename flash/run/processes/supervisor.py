@@ -204,7 +204,8 @@ class Processes:
             _send(process, number)
 
     def kill_all(self) -> None:
-        """Kill all processes with their child processes. A process that is about to start is killed, too."""
+        """Kill all processes with their child processes. A process that is about to start is killed, too. `Launch`
+        calls this when the time for an end in order is over."""
         self._last_signal = signal.SIGKILL
         self.kill(self.pids)
         if self._starting:
@@ -263,7 +264,8 @@ class SupervisedPart(ABC):
     def kill_hanging(self, pids: Collection[int], why: str = "") -> None:
         """Kill processes of this part that hang. `why` is the reason why they are considered to hang.
 
-        The process ids and the reason stay in `hung` and `hang_reason`, so that `run_once` counts the end as a failure.
+        Called when the hub does not answer, or reports that ranks hang. The process ids and the reason stay in `hung`
+        and `hang_reason`, so that `run_once` counts the end as a failure.
         """
         self.hung.update(pids)
         self.hang_reason = why
@@ -345,7 +347,8 @@ async def judge(
 
 
 def describe(name: str, process: EndedProcess) -> str:
-    """Return a sentence about how a process ended, for the user. `name` is a phrase for the process."""
+    """Return a sentence about how a process ended, for the user. Called for processes that have printed no error
+    message. `name` is a phrase for the process."""
     return f"{name} (process {process.pid}) {describe_exit_code(process.code)}"
 
 
