@@ -292,15 +292,19 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
         env = LoadedEnvironment(config.env.path, config.env.options)
 
         def engines(config: Config) -> list[Callable[[int], FixedEngine]]:
+            """Return a constructor for each engine of this machine, for `flash.run.sampling`."""
             return [partial(make_engine, config)] * config.engines_on(0)
 
         def make_engine(config: Config, number: int) -> FixedEngine:
+            """Return a new engine with this number. Its weights are those of the model folder."""
             return FixedEngine(config, number, config.engine_gpus(0, number), remember_shared_memory)
 
         def show(text: str) -> None:
+            """Print a line about the progress."""
             sys.stderr.write(f"[{harmless(text)}]\n")
 
         async def play_episodes() -> Any:
+            """Play the episodes, on the watched event loop."""
             return await play(config=config, env=env, tokenizer=tokenizer, engines=engines, show=show)
 
         sampled = run_watched(show, play_episodes)

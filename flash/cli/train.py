@@ -66,11 +66,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     from flash.run.checks.preflight import start_problems
 
     def try_out(config: Config) -> Iterable[str]:
+        """Carry out `--dry-run`."""
         from flash.run.checks.dry_run import dry_run
 
         return dry_run(config)
 
     def begin(config: Config) -> int:
+        """Make the models that are missing, and run the launch. Returns its exit code."""
         from flash.run.models import make_missing_models
         from flash.run.processes.launcher import launch
 
@@ -217,6 +219,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
         return config
 
     def try_out(config: Config) -> Iterator[str]:
+        """Carry out `--dry-run`: describe the rows, the steps and the model."""
         from flash.rollout.episode.tokenizer import HfTokenizer
         from flash.run.checks.dry_run import model_described
 
@@ -225,6 +228,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
         yield f"model: {config.model.path}, {model_described(config)}"
 
     def begin(config: Config) -> int:
+        """Print how the rows were taken, and run the launch. Returns its exit code."""
         from flash.run.processes.launcher import launch_sft
 
         for line in tokens[0].lines:

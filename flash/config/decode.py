@@ -39,6 +39,7 @@ class ConfigProblem(NamedTuple):
     key: str
     """Dotted path of the key."""
     message: str
+    """Error message, which follows the key."""
 
 
 def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
@@ -157,6 +158,7 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
     places = {name: Place(field.type, field.required) for name, field in fields.items()}
 
     def unknown(name: str) -> str:
+        """Return the error message for a name that the table has no place for."""
         return NO_KEY if issubclass(struct, Section) else _no_option(name, kind, kinds, places)
 
     given = {name: value for name, value in table.items() if name != tag}

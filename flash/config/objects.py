@@ -297,6 +297,7 @@ def _examine(
     choices = ", ".join(f"`{one}`" for one in known) or "none"
 
     def unknown(name: str) -> str:
+        """Return the error message for an option that `cls` does not have."""
         return f"{cls.__name__} has no such option{suggest(name, known)} (its options: {choices})"
 
     return examine_table(options, places, where, unknown)

@@ -412,8 +412,9 @@ class DeadlinesConfig(Section, frozen=True):
 
     @property
     def hub(self) -> float:
-        """Limit for the hub to answer, in seconds. A restart of the hub also restarts all trainer ranks, so it comes
-        long after the limit for other peers."""
+        """Limit for the hub to answer a launcher, or the report of a step, in seconds. A launcher on the machine of the
+        hub restarts a hub that does not answer it. This also restarts all trainer ranks, so the limit is longer than
+        that for other peers."""
         return HUB_PATIENCE * self.request
 
 

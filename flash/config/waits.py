@@ -122,8 +122,8 @@ def leaving_s(config: Config) -> float:
 def kept_s(config: Config) -> float:
     """Return the seconds that trainer rank 0 waits until the hub has written its state into the checkpoint that the
     ranks are saving."""
-    # The ranks may save in several stages of the run (`flash.hub.stages`), whose limits are these three. If the hub is
-    # too slow, the error of the stage must come first.
+    # While the ranks save, the run may be in a stage (`flash.hub.stages`) with any of these three limits. The error of
+    # the stage must come before this timeout, which would blame the hub.
     deadlines = config.deadlines
     return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request
 

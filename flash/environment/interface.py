@@ -332,13 +332,14 @@ class WarmStart(Protocol):
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training problems with correct answers, the same for the same seed; never a held-out problem.
 
-        The prompt is exactly the text that `reset` shows, and the answer exactly the text that `step` rewards. The same
-        holds for later turns.
+        Called when a tiny model is made, for each batch of its warm start. The prompt is exactly the text that `reset`
+        shows, and the answer exactly the text that `step` rewards. The same holds for later turns.
         """
         ...
 
     def alphabet(self) -> str:
-        """Return every character that occurs in a prompt or an answer, each once: the tiny model's vocabulary."""
+        """Return every character that occurs in a prompt or an answer, each once: the tiny model's vocabulary. Called
+        when a tiny model is made."""
         ...
 
 
@@ -348,7 +349,8 @@ class Kinds(Protocol):
 
     @classmethod
     def kind_of(cls, seed: int, **options: Any) -> str:
-        """Return the kind of the problem of a seed: the same in every process, for the same options."""
+        """Return the kind of the problem of a seed: the same in every process, for the same options. The hub calls this
+        for each problem that it issues."""
         ...
 
 
@@ -386,7 +388,7 @@ class Wrapping(Protocol):
 
     @classmethod
     def wrapped(cls, **options: Any) -> tuple[type[Any], dict[str, Any]]:
-        """Return the inner environment class, and its keyword arguments."""
+        """Return the inner environment class, and its keyword arguments, for these options of the outer one."""
         ...
 
 
@@ -425,7 +427,8 @@ class Domains(Kinds, Protocol):
 
     @classmethod
     def domains(cls, **options: Any) -> dict[str, Domain]:
-        """Return the domain of every kind that `kind_of` returns, for the same options."""
+        """Return the domain of every kind that `kind_of` returns, for the same options. Called when a configuration is
+        checked, and at the start of the hub and of each node."""
         ...
 
 

@@ -49,6 +49,7 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address of a service: a port of this machine or a unix socket, with or without TLS."""
 
     host: str = "127.0.0.1"
+    """Name or address to listen at."""
     port: int = 0
     """Port to listen at; 0: any free port."""
     unix: Path | None = None

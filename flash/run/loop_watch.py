@@ -240,6 +240,7 @@ def run_watched(
     """
 
     async def main() -> ResultT:
+        """Start the watch, and run the function on this loop."""
         cast("WatchedLoop", asyncio.get_running_loop()).watch(warn)
         try:
             return await function(*args)

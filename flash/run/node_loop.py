@@ -358,6 +358,7 @@ async def make_node(
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
 
     def make_engine(gpus: Sequence[int], number: int) -> Engine:
+        """Return a new engine on these GPUs. The node calls this for each start; `number` counts engines of the run."""
         return VLLMEngine(config, number, gpus, remember_shared_memory, cpus, tokenizer.ends)
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]

@@ -117,6 +117,7 @@ class Reach(NamedTuple):
     """Result of `reach`: the version that trainer ranks can reach from a checkpoint."""
 
     version: int
+    """Version from which the run goes on."""
     why: str = ""
     """Reason why they cannot reach a later version; empty if this is the version that the run had reached."""
 

@@ -45,6 +45,7 @@ class RhythmResponses:
     """Responses to examine: a text, or samples of a recorded batch."""
 
     trajectories: list[Trajectory]
+    """The responses, each with its prompt."""
     names: list[str]
     """Name of each response for the output."""
     min_version: int

@@ -264,6 +264,7 @@ class SftLoop:
         """Write a checkpoint, with the digest of the rows in place of the hub's state. All ranks call this."""
 
         def write_digest(file: Path) -> FileEntry:
+            """Write the file of the hub's state in a checkpoint. The first rank calls this."""
             file.write_bytes(MARK + b" " + self._course.digest().encode())
             return file_entry(file, file.parent)
 

@@ -227,6 +227,7 @@ class TokenReport(NamedTuple):
     """Tokenized table, with a report."""
 
     table: TokenTable
+    """Rows that are learned."""
     lines: list[str]
     """Lines for the user: how many rows were taken, cut and left out, with the reasons."""
 
@@ -374,6 +375,7 @@ def _begin_worker(model: ModelConfig) -> None:
     """
 
     def end_with_parent() -> None:
+        """Wait for the end of the parent process, and end this one. Runs in a thread."""
         parent = parent_process()
         assert parent is not None
         parent.join()

@@ -59,6 +59,7 @@ class Finding(msgspec.Struct, frozen=True):
     """Result of a check."""
 
     state: Literal["ok", "not needed", "missing"]
+    """Judgement of the check. If any finding is `missing`, `flash doctor` returns 1."""
     text: str
     """Phrase for the thing that the check has found or misses."""
     advice: str = ""

@@ -180,6 +180,7 @@ class HubAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: bytes
+    """Token of the run; empty in the announcement, which all users may read."""
 
 
 class HubPlace(msgspec.Struct, frozen=True):
@@ -191,6 +192,7 @@ class HubPlace(msgspec.Struct, frozen=True):
     run_dir: str = ""
     """Path of the run directory; empty if host and port are given."""
     host: str = ""
+    """Name or address of the hub's machine; empty if the run directory is given."""
     port: int = 0
 
     def __str__(self) -> str:

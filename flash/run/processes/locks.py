@@ -224,6 +224,7 @@ def _wait_for_lock(descriptor: int, byte: int, seconds: float) -> bool:
     acquired = threading.Event()
 
     def wait() -> None:
+        """Wait for the lock. Runs in a thread, which may outlast the timeout."""
         with suppress(OSError):  # the time was over, and the file has been closed
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, byte)
             acquired.set()
