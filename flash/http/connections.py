@@ -216,6 +216,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     """
 
     _send_timer: SendTimer
+    """Timer of the answers; `connection_made` makes it."""
 
     def __init__(
         self,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flash.config.load import dump, load, recorded
+from flash.config.tree import Config
 
 CONFIG = """
 run = { name = "a-run" }
@@ -46,3 +50,21 @@ def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkey
     sys.path[:] = imported
     monkeypatch.chdir(elsewhere)
     assert load("config.toml") == config
+
+
+def test_a_recorded_configuration_is_read_as_utf_8_in_every_locale(tmp_path: Path) -> None:
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from flash.config.load import load_checked
+        from flash.run.replay import refuse_idle
+        file = Path(sys.argv[1])
+        refuse_idle(file, load_checked(file), [])
+    """
+    file = tmp_path / "config.toml"
+    tables = {"run": {"name": "x", "output_dir": "größe"}, "model": {"path": "m"}, "env": {"path": "e:E"}}
+    file.write_text(dump(msgspec.convert(tables, Config)), encoding="utf-8")
+    ascii_locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program, str(file)]
+    ended = subprocess.run(command, env=os.environ | ascii_locale, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
