@@ -19,7 +19,8 @@ class PaddedArithmetic(Arithmetic):
     """Sums with zeros in front, such as `0000012+34=`.
 
     A longer prompt makes training heavier faster than generation: an engine reads the tokens of a prompt at once, in
-    one forward pass, while the trainer also needs their backward pass.
+    one forward pass, while the trainer also needs their backward pass. Groups are small in this workload, because the
+    trainer computes the prompt of a group once for all its samples.
     """
 
     def __init__(self, options: PaddedOptions) -> None:
