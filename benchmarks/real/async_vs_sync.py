@@ -27,7 +27,7 @@ MODES = {
 }
 """Overrides of each run. The first one is the baseline."""
 
-FIRST_ZEROS, MOST_ZEROS, MOST_TRIES = 64, 200, 4
+FIRST_PADDING, MOST_PADDING, MOST_TRIES = 64, 200, 4
 """Padding of the prompts that is tried first, and the largest one that fits, in tokens; largest number of tries."""
 BALANCE = 0.1
 """Largest relative difference of generation and training that counts as balanced."""
@@ -37,8 +37,8 @@ PROBE_STEPS = 8
 
 def compare(args: Args) -> list[Row]:
     """Find the length of prompts, make all runs, and return their rows."""
-    padding, tried = balanced(args)
-    size = [*padding, f"run.steps={8 if args.quick else 30}"]
+    prompts, tried = balanced(args)
+    size = [*prompts, f"run.steps={8 if args.quick else 30}"]
     runs = {
         case: train(WORKLOAD, f"bench-async-{number}", [*PINNED, *size, *overrides])
         for number, (case, overrides) in enumerate(MODES.items())
@@ -51,7 +51,10 @@ def compare(args: Args) -> list[Row]:
         for case, run in runs.items()
         if run is not baseline
     ]
-    rows += [Row(f"{zeros} zeros", "training_over_generation", "ratio", ratio) for zeros, ratio in tried.items()]
+    rows += [
+        Row(f"{padding} tokens of padding", "training_over_generation", "ratio", ratio)
+        for padding, ratio in tried.items()
+    ]
     for case, run in runs.items():
         rows += [
             *speed_rows(case, [run]),
@@ -64,20 +67,20 @@ def compare(args: Args) -> list[Row]:
 def balanced(args: Args) -> tuple[list[str], dict[int, float]]:
     """Return the overrides of the prompts with which the two halves of a synchronous step are most equal.
 
-    Also returns training ÷ generation by the numbers of zeros that were tried. `PaddedArithmetic` says why longer
+    Also returns training ÷ generation by the numbers of tokens that were tried. `PaddedArithmetic` says why longer
     prompts make training heavier. A short form of the benchmark tries one number.
     """
     tried: dict[int, float] = {}
-    zeros = FIRST_ZEROS
-    while zeros not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
-        probe = [*PINNED, *ALPHA_0, *_padding(zeros), f"run.steps={PROBE_STEPS}"]
+    padding = FIRST_PADDING
+    while padding not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
+        probe = [*PINNED, *ALPHA_0, *_padding(padding), f"run.steps={PROBE_STEPS}"]
         generation, training = halves(train(WORKLOAD, "bench-async-probe", probe))
-        tried[zeros] = training / generation
-        if abs(tried[zeros] - 1) <= BALANCE:
+        tried[padding] = training / generation
+        if abs(tried[padding] - 1) <= BALANCE:
             break
         # Both halves grow with the prompts, so the ratio grows less than the tokens of a sample do.
-        zeros = min(MOST_ZEROS, max(0, round((zeros + 10) / tried[zeros] ** 2) - 10))
-    best = min(tried, key=lambda zeros: abs(tried[zeros] - 1))
+        padding = min(MOST_PADDING, max(0, round((padding + 10) / tried[padding] ** 2) - 10))
+    best = min(tried, key=lambda padding: abs(tried[padding] - 1))
     return _padding(best), tried
 
 
@@ -87,9 +90,9 @@ def halves(run: Measured) -> tuple[float, float]:
     return run.mean("trainer_wait_s", settled), run.mean("trainer_step_s", settled)
 
 
-def _padding(zeros: int) -> list[str]:
-    """Return the overrides of prompts with so many zeros. Each number has a model of its own, which is made once."""
-    return [f"env.options.zeros={zeros}", f"model.path=outputs/models/bench-padded-{zeros}"]
+def _padding(padding: int) -> list[str]:
+    """Return the overrides of prompts with so much padding. Each number has a model of its own, which is made once."""
+    return [f"env.options.padding={padding}", f"model.path=outputs/models/bench-padded-{padding}"]
 
 
 if __name__ == "__main__":
