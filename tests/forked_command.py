@@ -263,3 +263,14 @@ class ForkedCommand:
     def kill(self) -> None:
         """Kill the program, but not its processes."""
         self.send_signal(signal.SIGKILL)
+
+
+def run_forked(words: Sequence[str], output: Path, *, folder: Path = ROOT, seconds: float = 200) -> tuple[int, str]:
+    """Run a forked program to its end, and return its exit code and its output, which is written to a file.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended within `seconds`.
+    """
+    with output.open("wb") as file:
+        command = ForkedCommand(words, output=file.fileno(), folder=folder, variables=os.environ)
+    return command.wait(seconds), output.read_text()

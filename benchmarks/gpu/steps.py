@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.gpu.sizes import Shape
+from flash.config.machine import count_gpus
 from flash.config.tree import Config
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
@@ -21,6 +22,8 @@ GROUP_SIZE = 8
 """Samples of a group."""
 PROMPT = 12
 """Tokens of a prompt."""
+IMPORTS = ("flash.trainer.step", "flash.trainer.memory", "transformers.models.qwen3.modeling_qwen3")
+"""Modules that the processes of `apart` need."""
 Result = TypeVar("Result")
 
 
@@ -28,8 +31,15 @@ def apart(call: Callable[[Any], Result], argument: Any) -> Result:
     """Call a function in a new process, which has its own memory and process group, and return its result.
 
     The function, its argument and the result travel as pickles, so the function must be one of a module.
+    Without a GPU, the process is forked from a server that has imported `IMPORTS`, which take longer than a small step.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    if count_gpus() > 0:
+        # A forked process cannot use CUDA if one of the imports has initialised it in the server.
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*IMPORTS])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(call, argument).result()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,9 @@ from transformers import Qwen3Config
 
 from flash.cli.prepare import run_plan
 from flash.errors import ConfigError
+from tests.forked_command import ROOT, run_forked
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "one_node_8gpu.toml"
+EXAMPLE = ROOT / "examples" / "one_node_8gpu.toml"
 SHAPE = Qwen3Config(
     hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
     head_dim=64, vocab_size=1000,
@@ -25,7 +24,7 @@ SHAPE = Qwen3Config(
 def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     SHAPE.save_pretrained(tmp_path)
     settings = [f"model.path={tmp_path}", "env.path=envs.arithmetic:Arithmetic", "env.options={}"]
-    code, said = planned(*settings)
+    code, said = planned(tmp_path, EXAMPLE, *settings)
     assert code == 1, said
     assert "each of 4 trainer ranks" in said
     assert "DOES NOT FIT in 0.7 GiB" in said
@@ -33,11 +32,12 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert [line.split()[0] for line in tried] == ["nor"] * len(tried)
     changes = last.partition("GiB: ")[2].split()
     assert changes[0] == "train.activation_checkpointing=true"
-    code, said = planned(*settings, *changes)
+    code, said = planned(tmp_path, EXAMPLE, *settings, *changes)
     assert code == 0, said
     assert "fits in 0.7 GiB" in said
-    few = ["rollout.group_size=8", "train.batch_size=8", "train.activation_checkpointing=true"]
-    code, said = planned(*settings, *few, card="0.001")
+    few = ["rollout.group_size=4", "train.batch_size=4", "train.activation_checkpointing=true"]
+    few += ['train.offload=["activations"]']
+    code, said = planned(tmp_path, EXAMPLE, *settings, *few, card="0.001")
     assert code == 1, said
     tried, found, refused = said.partition("nothing further: ")
     assert "nor with" in tried
@@ -60,18 +60,19 @@ def test_a_tiny_model_that_is_not_made_yet_is_planned_from_its_table(tmp_path: P
         "[tiny_model]\nlayers = 2\nwidth = 64\n"
         '[env]\npath = "envs.arithmetic:Arithmetic"\n[cluster]\ngpus_per_node = 0\n'
     )
-    command = [sys.executable, "-m", "flash", "plan", str(config)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    code, said = planned(tmp_path, config, card="80")
+    assert code == 0, said
     # A layer of width 64 has 4 * 64² weights of attention, 3 * 64 * 256 of the feed-forward network, and 192 of norms.
     few = 2 * (4 * 64**2 + 3 * 64 * 256 + 192) + 64
-    assert few < 1e9 * float(done.stdout.partition("B parameters")[0]) < few + 64 * 64  # at most 64 tokens
-    assert "fits in 80 GiB" in done.stdout
+    assert few < 1e9 * float(said.partition("B parameters")[0]) < few + 64 * 64  # at most 64 tokens
+    assert "fits in 80 GiB" in said
     assert not (Path.cwd() / "outputs/models/none").exists()
 
 
-def planned(*settings: str, card: str = "0.7") -> tuple[int, str]:
-    """Exit code and words of a process of its own: it makes a process group."""
-    command = [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "--card-gib", card]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return done.returncode, done.stdout
+def planned(folder: Path, config: Path, *settings: str, card: str = "0.7") -> tuple[int, str]:
+    """Return the exit code and the output of `flash plan`, in a process of its own, because it makes a process group.
+
+    `folder` gets the output.
+    """
+    words = ("-m", "flash", "plan", str(config), *settings, "--card-gib", card)
+    return run_forked(words, folder / "said.txt")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.model import shard_model
 from tests.full_disk import small_disk
 from tests.trainer.packed_cases import tiny
-from tests.trainer.trainer_cases import Trainer, kept, make_config, moments_of, random_shard, state_of, weights_of
+from tests.trainer.trainer_cases import Rank, Trainer, kept, make_config, moments_of, random_shard, state_of, weights_of
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
@@ -522,12 +523,16 @@ def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -
 
 @pytest.mark.integration
 def test_kill_9_during_a_write_leaves_the_previous_checkpoint_usable(tied_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer.killed_writer", str(tied_model), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "writing\n"
-        writer.send_signal(signal.SIGKILL)
-        assert writer.wait(timeout=30) == -signal.SIGKILL
+    from tests.trainer import killed_writer  # which imports this module
+
+    writer = Rank(target=killed_writer.main, args=(tied_model, tmp_path), daemon=True)
+    writer.start()
+    while not (tmp_path / "writing").exists():
+        assert writer.is_alive()
+        time.sleep(0.05)
+    writer.kill()
+    writer.join(30)
+    assert writer.exitcode == -signal.SIGKILL
     assert names(tmp_path) == [".tmp-step-000002", "step-000001"]
     previous = checkpoint_files.newest_complete(tmp_path)
     assert previous is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from flash.rollout.teacher import ServedTeacher
 from flash.trainer.model.logprobs import policy_logprobs
 from flash.trainer.packing import pack
 from flash.types import Failure, ShardSample, Trajectory
+from tests.forked_command import ROOT, ForkedCommand
 from tests.rollout.test_teacher import trajectory
 from tests.rollout.test_vllm_engine import VOCABULARY, make_model
 from tests.trainer.packed_cases import sharded
@@ -45,21 +45,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     port = free_port()
     make_model(folder)
     words = f"--model {folder} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len 64 --enforce-eager"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()]
+    command = ("-m", "vllm.entrypoints.openai.api_server", *words.split())
     variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command, env=variables, stdout=log, stderr=log, process_group=0)
-        try:
-            answers = False
-            while not answers:
-                assert server.poll() is None, (folder / "log").read_text()
-                time.sleep(0.5)
-                with suppress(httpx.TransportError):
-                    answers = httpx.get(f"http://127.0.0.1:{port}/health").is_success
-            yield f"http://127.0.0.1:{port}", folder
-        finally:
-            os.killpg(server.pid, 15)
-            server.wait(60)
+        server = ForkedCommand(command, output=log.fileno(), folder=ROOT, variables=variables)
+    try:
+        answers = False
+        while not answers:
+            assert server.poll() is None, (folder / "log").read_text()
+            time.sleep(0.2)
+            with suppress(httpx.TransportError):
+                answers = httpx.get(f"http://127.0.0.1:{port}/health").is_success
+        yield f"http://127.0.0.1:{port}", folder
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
 
 
 def test_a_real_server_says_what_the_trainer_would(served: tuple[str, Path]) -> None:
