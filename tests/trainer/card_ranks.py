@@ -76,12 +76,18 @@ class Card:
     def manual_seed_all(self, _: int) -> None: ...
 
 
-def main(folder: Path, tables: dict[str, Any], ranks: int, rank: int) -> None:
-    """Run one rank of the model in `folder`, and save the results there. It needs its own process."""
+def main(folder: Path, tables: dict[str, Any], ranks: int, planned: bool, rank: int) -> None:
+    """Run one rank of the model in `folder`, and save the results there. It needs its own process.
+
+    With `planned`, the results have the memory that is planned for the rank, too.
+    """
     # torch keeps a registered device type for the life of the process.
     _setup_privateuseone_for_python_backend(CARD, Card())
     config = make_config(folder, **tables)
-    torch.save(step(config, ranks, rank) | {"planned": rank_memory(config, ranks).total}, folder / "seen.pt")
+    seen = step(config, ranks, rank)
+    if planned:
+        seen["planned"] = rank_memory(config, ranks).total
+    torch.save(seen, folder / "seen.pt")
 
 
 def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Layout(NamedTuple):
     kinds: tuple[str, ...]
     offload: tuple[str, ...] = ()
     """Setting of `train.offload`."""
+    others: bool = True
+    """True to train a reference and critics beside the policy, if its kind is in `WITH_OTHERS`."""
 
 
 UNDIVIDED = Layout(1, {}, ())
@@ -55,14 +57,14 @@ LAYOUTS = {
     "context, of 4": Layout(4, {"context": 2}, ("qwen3",)),
     "expert, of 4": Layout(4, {"expert": 2}, ("qwen3_moe",)),
     "tensor and expert, of 4": Layout(4, {"tensor": 2, "expert": 2}, ("qwen3_moe",)),
-    "more than heads of keys": Layout(4, {"context": 4}, (DRAWN, "qwen3")),
-    "tensor and context": Layout(4, {"tensor": 2, "context": 2}, ("qwen3",)),
-    "experts over tensor groups": Layout(4, {"tensor": 2, "expert": 4}, ("qwen3_moe",)),
-    "experts over rows": Layout(4, {"context": 2, "expert": 4}, ("qwen3_moe",)),
+    "more than heads of keys": Layout(4, {"context": 4}, (DRAWN, "qwen3"), others=False),
+    "tensor and context": Layout(4, {"tensor": 2, "context": 2}, ("qwen3",), others=False),
+    "experts over tensor groups": Layout(4, {"tensor": 2, "expert": 4}, ("qwen3_moe",), others=False),
+    "experts over rows": Layout(4, {"context": 2, "expert": 4}, ("qwen3_moe",), others=False),
     "all": Layout(4, {"tensor": 2, "context": 2, "expert": 2}, ("qwen3_moe",)),
     "tensor, on the host": Layout(2, {"tensor": 2}, ("qwen3",), ("weights",)),
-    "tensor, on the host, of 4": Layout(4, {"tensor": 2}, ("qwen3",), ("weights",)),
-    "expert, on the host": Layout(2, {"expert": 2}, ("qwen3_moe",), ("weights",)),
+    "tensor, on the host, of 4": Layout(4, {"tensor": 2}, ("qwen3",), ("weights",), others=False),
+    "expert, on the host": Layout(2, {"expert": 2}, ("qwen3_moe",), ("weights",), others=False),
     "all, on the host": Layout(4, {"tensor": 2, "context": 2, "expert": 2}, ("qwen3_moe",), ("weights",)),
 }
 KINDS = sorted({kind for layout in LAYOUTS.values() for kind in layout.kinds})
@@ -85,16 +87,30 @@ TABLES: dict[str, Any] = {
     },
     "critic": {},
 }  # fmt: skip
+WITH_OTHERS = (DRAWN, "qwen3", "qwen3_moe")
+"""Kinds whose policy has a reference and critics beside it. These are models of the same kind, which are divided by the
+same code as the policy, so some kinds and layouts show their part in a step."""
 LESS = {"qwen2": {"max_grad_norm": 0.1}}
 AGAIN = ("qwen3", "qwen3_moe")
 """Kinds whose activations are computed again in the backward pass."""
 
 
+def has_others(kind: str, layout: Layout) -> bool:
+    """Return True if a reference and critics are trained beside the policy."""
+    return layout.others and kind in WITH_OTHERS
+
+
 def configured(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> Config:
-    """Return a configuration with every part that a step can have, except rhythm."""
+    """Return a configuration with every part that a step can have, except rhythm, and perhaps other models."""
     again: dict[str, Any] = {"activation_checkpointing": kind in AGAIN, "offload": [*layout.offload]}
     train = TABLES["train"] | again | LESS.get(kind, {})
-    return make_config(folder / kind, **TABLES | {"train": train, "parallel": layout.parallel})
+    tables = TABLES | {"train": train, "parallel": layout.parallel}
+    if not has_others(kind, layout):
+        del tables["critic"]
+        tables["algorithm"] = {
+            name: tables["algorithm"][name] for name in ("entropy_bonus", "staleness", "corrections")
+        }
+    return make_config(folder / kind, **tables)
 
 
 def trained(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> tuple[Trainer, dict[str, Any]]:
@@ -127,15 +143,15 @@ def bytes_of(trainer: Trainer) -> tuple[int, int]:
     return held[0], held[1]
 
 
-def planned(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the planned bytes of weights and gradients by layout. Run in its own process: it makes process groups."""
+def plan(folder: Path, _: int) -> None:
+    """Save the planned bytes of weights and gradients by layout. Run in its own process: it makes process groups."""
     found: dict[str, tuple[int, int]] = {}
     for name in PLANNED:
         layout = LAYOUTS[name]
         config = configured(folder, layout.kinds[0], layout)
         memory = rank_memory(replace(config, model=replace(config.model, dtype="bfloat16")), layout.ranks)
         found[name] = (memory.weights, memory.gradients)
-    return found
+    torch.save(found, folder / "plans.pt")
 
 
 def state_of_all(trainer: Trainer) -> dict[str, torch.Tensor]:

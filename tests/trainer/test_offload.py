@@ -155,12 +155,11 @@ def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, res
 @pytest.mark.parametrize(
     ("ranks", "tables"),
     [
-        (1, {}),
         (2, {}),
         (2, {"lora": {"rank": 4}}),
         (1, {"train": {"optimizer": "muon"}}),
     ],
-    ids=["one rank", "two", "adapters", "muon"],
+    ids=["two", "two, adapters", "one, muon"],
 )
 def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, tables: dict[str, Any]) -> None:
     wide = write_model(tmp_path / "wide", tied=True, num_hidden_layers=6, hidden_size=64, intermediate_size=256)
@@ -168,7 +167,7 @@ def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, tables:
     seen: list[dict[str, Any]] = []
     for how in ({}, HOST):
         whole = tables | {"model": {"dtype": "bfloat16"}, "train": train | how}
-        run_ranks(card_ranks.main, 1, wide, whole, ranks)
+        run_ranks(card_ranks.main, 1, wide, whole, ranks, how is HOST)
         seen.append(torch.load(wide / "seen.pt"))
     plain, host = seen
     assert host["with gradients"] == host["trained"] > 0

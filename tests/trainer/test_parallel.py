@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,9 @@ from tests.trainer.parallel_ranks import (
     LAYOUTS,
     PLANNED,
     SAVED,
+    UNDIVIDED,
     configured,
-    planned,
+    has_others,
     state_of_all,
     trained,
 )
@@ -52,13 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Callable[[str], Seen]:
-    """Return a function for the result of a step in one process; kinds that other tests load are saved."""
+def alone(folder: Path) -> Callable[[str, bool], Seen]:
+    """Return a function for the result of a step in one process, of a kind, with a reference and critics or without.
+
+    Kinds that other tests load are saved.
+    """
 
     @cache
-    def of(kind: str) -> Seen:
-        trainer, seen = trained(folder, kind)
-        if kind in SAVED.values():
+    def of(kind: str, others: bool) -> Seen:
+        trainer, seen = trained(folder, kind, UNDIVIDED._replace(others=others))
+        if others and kind in SAVED.values():
             checkpoint.save(folder / f"{ALONE} {kind}", trainer, kept(b"hub"), keep=1)
         return seen | {"state": state_of_all(trainer)}
 
@@ -66,13 +68,13 @@ def alone(folder: Path) -> Callable[[str], Seen]:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(folder: Path, alone: Callable[[str], Seen]) -> Callable[[str, str], list[Seen]]:
+def on_ranks(folder: Path, alone: Callable[[str, bool], Seen]) -> Callable[[str, str], list[Seen]]:
     """Return a function for the results of all ranks of a layout and a kind."""
 
     @cache
     def of_all(ranks: int) -> list[dict[tuple[str, str], Seen]]:
         for kind in SAVED.values():
-            alone(kind)
+            alone(kind, True)
         run_ranks(parallel_ranks.main, ranks, folder, ranks)
         return [torch.load(folder / f"results-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
 
@@ -81,10 +83,10 @@ def on_ranks(folder: Path, alone: Callable[[str], Seen]) -> Callable[[str, str],
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, one in LAYOUTS.items() for kind in one.kinds])
 def test_ranks_train_as_one_process_does(
-    name: str, kind: str, alone: Callable[[str], Seen], on_ranks: Callable[[str, str], list[Seen]]
+    name: str, kind: str, alone: Callable[[str, bool], Seen], on_ranks: Callable[[str, str], list[Seen]]
 ) -> None:
     """Gradients are also compared one by one: an error in a small one, such as a norm's, is invisible in the sum."""
-    of_ranks, expected = on_ranks(name, kind), alone(kind)
+    of_ranks, expected = on_ranks(name, kind), alone(kind, has_others(kind, LAYOUTS[name]))
     first = of_ranks[0]
     assert relative_error(first["gradient"], expected["gradient"]) < 1e-5
     for one, gradient in expected["gradient"].items():
@@ -106,11 +108,11 @@ def test_ranks_train_as_one_process_does(
 
 @pytest.mark.parametrize(("name", "kind"), SAVED.items())
 def test_checkpoints_load_in_another_layout(
-    name: str, kind: str, folder: Path, alone: Callable[[str], Seen], on_ranks: Callable[[str, str], list[Seen]]
+    name: str, kind: str, folder: Path, alone: Callable[[str, bool], Seen], on_ranks: Callable[[str, str], list[Seen]]
 ) -> None:
     of_ranks, layout = on_ranks(name, kind), LAYOUTS[name]
     for seen in of_ranks:
-        assert_equal(seen["loaded"], alone(kind)["state"])
+        assert_equal(seen["loaded"], alone(kind, True)["state"])
         assert_equal(seen["saved"], of_ranks[0]["saved"])
     trainer, path = Trainer(configured(folder, kind)), checkpoint_files.newest_complete(folder / name)
     assert path is not None
@@ -122,8 +124,9 @@ def test_checkpoints_load_in_another_layout(
 
 @pytest.fixture(scope="module")
 def plans(folder: Path) -> dict[str, tuple[int, int]]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(planned, folder).result()
+    """Return the planned bytes of weights and gradients by layout."""
+    run_ranks(parallel_ranks.plan, 1, folder)
+    return torch.load(folder / "plans.pt")
 
 
 @pytest.mark.parametrize("name", PLANNED)

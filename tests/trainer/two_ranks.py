@@ -50,8 +50,9 @@ SPLITS = {
     ),
 }
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split in SPLITS
-       for mode in ("token_mean", "seq_mean_token_mean") if split != "trees"},
+    **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split, mode in (
+       ("even", "token_mean"), ("uneven", "token_mean"), ("uneven", "seq_mean_token_mean"),
+       ("all on one", "seq_mean_token_mean"))},
     "trees": {"split": "trees", "trees": True, "algorithm": {"objective": "ppo"}, "critic": {}},
     "minibatches": {"split": "uneven", "train": {"minibatches": 2}},
     "limit": {"split": "uneven", "aged": True, "algorithm": {"objective": "m2po", "options": {"tau": 0.2}}},
