@@ -47,10 +47,10 @@ PLACES = (
 """Patterns of the folders that are searched for Pythons, beside PATH."""
 
 SHORT_TESTS = (
-    *("tests/test_imports.py", "tests/test_lock.py", "tests/algorithms", "tests/transport", "tests/simulate"),
-    *("tests/trainer/test_model.py", "tests/trainer/test_checkpoint.py"),
+    *("tests/test_imports.py", "tests/test_lock.py", "tests/algorithms", "tests/transport"),
+    *("tests/simulate/test_clock.py", "tests/trainer/test_model.py"),
 )
-"""Unit tests that `--short` runs: a few that depend on torch and on the interpreter."""
+"""Unit tests that `--short` runs: a few that depend on torch and on the interpreter. They take less than a minute."""
 
 
 class Python(NamedTuple):

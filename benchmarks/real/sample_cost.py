@@ -8,7 +8,7 @@ an `AsyncLLM` that is given all requests at once; the two take turns. The core o
 counted separately. `--quick` leaves the engine out.
 
 Figures are microseconds of processor time per sample, of the fastest round, because other work on the machine only adds
-time. CI shows a missed goal, but does not fail.
+time.
 """
 
 from __future__ import annotations
