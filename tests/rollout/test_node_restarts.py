@@ -21,6 +21,8 @@ from tests.rollout.test_node import World, ages
 from tests.rollout.test_node_engines import SLOTS, config, engine
 
 START_S = 7.0
+STEPS = 8
+"""Steps of a run in which engines die at any moment."""
 
 
 def world(engines: int, **changes: Any) -> World:
@@ -244,6 +246,7 @@ def test_a_run_that_ends_does_not_wait_for_an_engine_that_starts() -> None:
 
 @settings(max_examples=25)
 @example(3, [(4.014, 2), (7.894, 0), (3.128, 1), (5.772, 2), (0.0, 0)], "recompute", False, 0.0)
+@example(3, [(12.0, 1)], "drain", False, 1.0)
 @given(
     st.integers(1, 3),
     st.lists(st.tuples(st.floats(0.0, 12.0), st.integers(0, 2)), min_size=1, max_size=8),
@@ -256,7 +259,7 @@ def test_laws_2_and_3_hold_whenever_engines_die(
 ) -> None:
     one = world(
         engines,
-        run={"steps": 8},
+        run={"steps": STEPS},
         engine={"max_sequences": SLOTS, "max_restarts": 100},
         rollout={"swap": swap, "barriers": [] if replicate else ["group"], "retries": 0, "breaker": 1000},
         train={"async_ratio": alpha},
@@ -266,10 +269,16 @@ def test_laws_2_and_3_hold_whenever_engines_die(
         return lambda: one.engines[index % engines].kill()
 
     end = run_with(one, (START_S, lambda: None), *((delay, kill(index)) for delay, index in deaths))
-    assert (end.reason, end.version) == ("finished", 8)
+    assert (end.reason, end.version) == ("finished", STEPS)
     # The others may train past what waits for an engine; they do so very rarely.
+    most = SLOTS * len(deaths)
+    if swap == "drain" and not replicate:
+        # An engine's three slots have a group of two and half of another one, whose second member is bound to the
+        # engine and waits. An engine that was away drains at other times than the others for the rest of the run, so
+        # in each later step such a member may come too late.
+        most = max(most, STEPS)
     stale = end.ledger.get("given_up_stale", 0)
-    assert stale <= SLOTS * len(deaths)
+    assert stale <= most
     # By chance as many engines may die under one sample, before any has given a token, as convict it.
     killed = end.ledger.get("given_up_engine_killed", 0)
     assert killed <= SLOTS * (len(deaths) // MAX_DEATHS)
