@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -68,6 +68,15 @@ class Place:
             return len(await backend.containers.list(label))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unreachable(tmp_path_factory) -> Iterator[subprocess.Popen[bytes]]:
+    """A run whose service cannot be reached. It tries for half a minute, in which the other tests of this file run."""
+    command = run_command(tmp_path_factory.mktemp("unreachable"), "--url", "unix:/no/such/socket", "true")
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
 @pytest.fixture
 def place(tmp_path, engine_url) -> Place:
     return Place(tmp_path, engine_url)
@@ -102,12 +111,26 @@ async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
         assert await place.said("run", "--image", "flash-no-such-image", "true") == (FAILED, b"")
 
 
+def run_command(folder: Path, *words: str) -> list[str]:
+    """Return the command of a run with a token, which is written to a file in the folder."""
+    (folder / "tokens").write_text(f"admin {'t' * 32}\n")
+    (folder / "tokens").chmod(0o600)
+    return [sys.executable, "-m", "flash", "sandbox", "run", "--token-file", str(folder / "tokens"), *words]
+
+
+def has_no_result(code: int | None, output: bytes, error: bytes) -> bool:
+    """Check that a run has failed by itself, with an error message. Returns True."""
+    assert (code, output) == (FAILED, b""), error
+    assert b"error: " in error
+    assert b"Traceback" not in error
+    return True
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--token-file", "no-such-file", "true"],
         ["--url", "nowhere", "true"],
-        ["--url", "unix:/no/such/socket", "true"],
         ["--ca", "no-such-file", "true"],
         ["--cpus", "0", "true"],
         ["--memory", "-1", "true"],
@@ -119,13 +142,8 @@ async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
     ids=" ".join,
 )
 async def test_a_run_that_cannot_begin_has_no_result_either(tmp_path, words):
-    (tmp_path / "tokens").write_text(f"admin {'t' * 32}\n")
-    (tmp_path / "tokens").chmod(0o600)
-    command = [sys.executable, "-m", "flash", "sandbox", "run", "--token-file", str(tmp_path / "tokens"), *words]
-    done = await anyio.run_process(command, check=False)
-    assert (done.returncode, done.stdout) == (FAILED, b"")
-    assert b"error: " in done.stderr
-    assert b"Traceback" not in done.stderr
+    done = await anyio.run_process(run_command(tmp_path, *words), check=False)
+    assert has_no_result(done.returncode, done.stdout, done.stderr)
 
 
 async def test_other_actions_say_that_what_was_typed_is_wrong(tmp_path):
@@ -248,3 +266,8 @@ async def test_the_removed_shell_says_what_replaces_it():
     done = await anyio.run_process([sys.executable, "-m", "flash", "sandbox", "shell", "--in", "x"], check=False)
     assert done.returncode == 2
     assert b"flash sandbox run --in ID COMMAND" in done.stderr
+
+
+async def test_a_run_whose_service_cannot_be_reached_has_no_result_either(unreachable):
+    output, error = await anyio.to_thread.run_sync(unreachable.communicate)
+    assert has_no_result(unreachable.returncode, output, error)

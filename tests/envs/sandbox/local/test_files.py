@@ -113,12 +113,13 @@ async def test_a_file_is_replaced_in_one_step(bench):
         assert names == {"file", "stop"}
 
 
-@pytest.mark.parametrize("name", ["a" * 255, "\U0001f600" * 63, "\udcff" * 255])
-async def test_a_name_may_be_as_long_as_the_system_allows(bench, name):
+async def test_a_name_may_be_as_long_as_the_system_allows(bench):
     async with bench.sandbox() as sandbox:
-        await sandbox.write(name, b"content")
-        assert await sandbox.read(name) == b"content"
-        assert [each.name for each in await sandbox.list()] == [name]
+        for name in ("a" * 255, "\U0001f600" * 63, "\udcff" * 255):
+            await sandbox.write(name, b"content")
+            assert await sandbox.read(name) == b"content"
+            assert [each.name for each in await sandbox.list()] == [name]
+            await sandbox.remove(name)
 
 
 async def test_a_link_is_replaced_and_not_followed_by_a_write(bench):

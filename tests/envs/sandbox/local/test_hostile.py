@@ -336,18 +336,20 @@ def test_an_engine_that_replaces_its_list_of_masked_paths_gets_all_of_them():
         assert ("/proc/kcore" in masked) != able
 
 
-@pytest.mark.parametrize(
-    "trap",
-    ["_flash=xyz", "_flash=999", "_flash=", "_flash=-1", "_flash=' 7'", "_flash=1_0", "printf -v _flash %9999999s"],
-)
-async def test_a_trap_that_changes_what_the_shell_says_ends_neither_the_agent_nor_the_session(bench, trap):
-    async with bench.sandbox(memory_mib=128) as sandbox, sandbox.session() as session:
-        assert (await session.run("x=kept", timeout=LIMIT)).ok
-        with contextlib.suppress(SandboxRefusedError):
-            await session.run(f'set -T; trap "{trap}" DEBUG', timeout=LIMIT)
-        with contextlib.suppress(SandboxRefusedError):
-            await session.run("true", timeout=LIMIT)
-        assert sandbox.state == "ready"
-        answer = await session.run("trap - DEBUG; echo $x", timeout=LIMIT)
-        assert answer.stdout == b"kept\n"
-        assert (await session.run("(exit 7)", timeout=LIMIT)).exit_code == 7
+TRAPS = ("_flash=xyz", "_flash=999", "_flash=", "_flash=-1", "_flash=' 7'", "_flash=1_0", "printf -v _flash %9999999s")
+"""Commands for a trap, each of which is set in a session of its own."""
+
+
+async def test_a_trap_that_changes_what_the_shell_says_ends_neither_the_agent_nor_the_session(bench):
+    async with bench.sandbox(memory_mib=128) as sandbox:
+        for trap in TRAPS:
+            async with sandbox.session() as session:
+                assert (await session.run("x=kept", timeout=LIMIT)).ok
+                with contextlib.suppress(SandboxRefusedError):
+                    await session.run(f'set -T; trap "{trap}" DEBUG', timeout=LIMIT)
+                with contextlib.suppress(SandboxRefusedError):
+                    await session.run("true", timeout=LIMIT)
+                assert sandbox.state == "ready", trap
+                answer = await session.run("trap - DEBUG; echo $x", timeout=LIMIT)
+                assert answer.stdout == b"kept\n", trap
+                assert (await session.run("(exit 7)", timeout=LIMIT)).exit_code == 7, trap

@@ -58,22 +58,24 @@ async def test_set_e_and_a_failure_give_the_failure_and_the_session_goes_on(benc
         assert await works(sandbox, session)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "readonly PWD OLDPWD IFS",
-        'for i in $(seq 20000); do eval "v$i=$i"; done',
-        "printf() { :; }; read() { :; }; eval() { :; }; unset() { :; }",
-        "builtin() { echo no; }",
-        "ulimit -v 100000; ulimit -n 10",
-    ],
+SPOILING = (
+    "readonly PWD OLDPWD IFS",
+    'for i in $(seq 20000); do eval "v$i=$i"; done',
+    "printf() { :; }; read() { :; }; eval() { :; }; unset() { :; }",
+    "builtin() { echo no; }",
+    "ulimit -v 100000; ulimit -n 10",
 )
-async def test_what_a_command_does_to_its_shell_costs_the_next_one_nothing(bench, said):
-    async with bench.sandbox() as sandbox, sandbox.session() as shell:
-        await shell.run(said, timeout=5)
-        assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n"
-        assert (await shell.run("exit 3", timeout=LIMIT)).exit_code == 3
-        assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+"""Commands that change their shell, each of which gets a session of its own."""
+
+
+async def test_what_a_command_does_to_its_shell_costs_the_next_one_nothing(bench):
+    async with bench.sandbox() as sandbox:
+        for said in SPOILING:
+            async with sandbox.session() as shell:
+                await shell.run(said, timeout=5)
+                assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n", said
+                assert (await shell.run("exit 3", timeout=LIMIT)).exit_code == 3, said
+                assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n", said
 
 
 async def test_an_unset_variable_and_a_syntax_error_do_not_end_the_session(bench):
@@ -85,14 +87,14 @@ async def test_an_unset_variable_and_a_syntax_error_do_not_end_the_session(bench
         assert await works(sandbox, session)
 
 
-@pytest.mark.parametrize("word", ["break", "continue", "break 3", "continue 2"])
-async def test_a_break_outside_of_a_loop_skips_nothing(bench, word):
+async def test_a_break_outside_of_a_loop_skips_nothing(bench):
     async with bench.sandbox() as sandbox, sandbox.session() as session:
-        for runner in (sandbox, session):
-            answer = await runner.run(f"{word}; echo on; (exit 4)", timeout=LIMIT)
-            assert (answer.exit_code, answer.stdout) == (4, b"on\n")
-            assert b"only meaningful in a" in answer.stderr
-        assert await works(sandbox, session)
+        for word in ("break", "continue", "break 3", "continue 2"):
+            for runner in (sandbox, session):
+                answer = await runner.run(f"{word}; echo on; (exit 4)", timeout=LIMIT)
+                assert (answer.exit_code, answer.stdout) == (4, b"on\n"), word
+                assert b"only meaningful in a" in answer.stderr
+            assert await works(sandbox, session), word
 
 
 BROKEN = ("'", '"', "`", "(", ")", "{", "}", "((", "[[", "$(", "${x", "if", "for x", "case x in", "x() {", "cat <<X\na")
