@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import anyio
 
-from envs.workers import in_worker
+from envs.workers import TimeLimitError, in_worker, time_limit
 from flash.config.objects import load_object
 from flash.environment.calls import UserTask, describe_error, message_of
 from flash.environment.results import check_reward
@@ -146,8 +146,9 @@ async def _call_again(path: str, completion: str, answer: str, timeout: float) -
     """
     try:
         # The worker that hung was killed. This worker has to start and import the verifier, and is kept for the next
-        # call.
-        passed, problem = await in_worker(timeout + START_S, _score_in_worker, path, answer, answer)
+        # call. A reference that hangs, too, has a time limit of its own, which does not wait for the time of a start.
+        limit = 2 * timeout
+        passed, problem = await in_worker(limit + START_S, _score_in_time, limit, path, answer, answer)
         if problem is not None or not isinstance(passed, float) or passed <= 0:
             return None
     except (TimeoutError, anyio.BrokenWorkerProcess):
@@ -158,6 +159,16 @@ async def _call_again(path: str, completion: str, answer: str, timeout: float) -
         return None
     except anyio.BrokenWorkerProcess:
         return _Scored(0.0, None)
+
+
+def _score_in_time(seconds: float, path: str, completion: str, answer: str) -> _Scored:
+    """Load a verifier in a worker process and score a completion within `seconds`, not counting the load."""
+    verifier = cast("_Plain", load_verifier(path))
+    try:
+        with time_limit(seconds):
+            return _score(verifier, completion, answer)
+    except TimeLimitError:  # the time was over just when the score was there
+        return _Scored(None, f"no answer within {seconds:g} s")
 
 
 def _score_within(seconds: float, path: str, completion: str, answer: str) -> _Scored:
