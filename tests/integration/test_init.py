@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.forked_command import ForkedCommand
+from tests.forked_command import run_forked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -19,12 +18,9 @@ ALARM = ("rollout.temperature=0.01", 'alarms.checkpoint=["entropy"]', "checkpoin
 
 def flash(*arguments: str, folder: Path) -> str:
     """Run a command in a folder, and return its output."""
-    output = folder / "output.txt"
-    with output.open("wb") as file:
-        words = ("-m", "flash", *arguments)
-        command = ForkedCommand(words, output=file.fileno(), folder=folder, variables=os.environ)
-    assert command.wait(380) == 0, output.read_text()
-    return output.read_text()
+    code, said = run_forked(("-m", "flash", *arguments), folder / "output.txt", folder=folder, seconds=380)
+    assert code == 0, said
+    return said
 
 
 def test_a_new_project_trains_at_once(tmp_path: Path) -> None:
