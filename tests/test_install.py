@@ -133,7 +133,7 @@ def test_a_finished_environment_is_not_current_in_another_folder(scripts, tmp_pa
 @pytest.mark.integration
 def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(scripts, tmp_path):
     there = tmp_path / "there" / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", there], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", there], check=True)
     shutil.rmtree(tmp_path / ".venv")
     there.rename(tmp_path / ".venv")
     # As launch.sh does it, with the Python that is there.

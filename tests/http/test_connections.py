@@ -62,7 +62,7 @@ async def served(app: App, limits: HttpLimits | None = None) -> AsyncIterator[st
 
 
 async def test_chunks_of_one_byte_leave_the_loop_to_others_after_each_piece():
-    app, count = App(), SIZED_PIECE
+    app, count = App(), SIZED_PIECE // 8
     async with served(app) as url:
         port = int(url.rpartition(":")[2])
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:

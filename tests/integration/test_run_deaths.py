@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.forked_command import run_forked
 from tests.full_disk import small_disk
-from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, REPOSITORY, Run, all_trained, balanced
+from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, Run, all_trained, balanced
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     config = folder / "config.toml"
     config.write_text(CONFIG.format(folder=folder, model=folder / "tiny"))
-    subprocess.run([sys.executable, "-c", MAKE, str(config)], cwd=REPOSITORY, check=True, timeout=200)
+    code, told = run_forked(("-c", MAKE, str(config)), folder / "output.txt")
+    assert code == 0, told
     return folder / "tiny"
 
 
@@ -179,7 +180,7 @@ def test_trainer_ranks_that_hang_are_killed_and_come_back_alone_with_the_same_we
     start: Callable[..., Run], tmp_path: Path, undisturbed: Run
 ) -> None:
     put_module(tmp_path)
-    again = start(*EQUAL, "deadlines.collective=20", "deadlines.step=40", text=NO_TINY_MODEL)
+    again = start(*EQUAL, "deadlines.collective=10", "deadlines.step=25", text=NO_TINY_MODEL)
     again.until(lambda: len(again.rows()) == 1, every=0.002)
     core, loop = again.core(), again.node_loop()
     # One rank, whose absence the other one's collective tells; then both, of which nothing is heard any more.
@@ -193,8 +194,8 @@ def test_trainer_ranks_that_hang_are_killed_and_come_back_alone_with_the_same_we
         named = f"trainer rank 1 (process {pids[-1]} on node 0) hangs: it has been silent for "
         assert named in again.text()
     assert again.wait() == 0, again.text()
-    assert "a collective may take 20 s (deadlines.collective)" in again.text()
-    assert "the run has waited 40 s (deadlines.step) for the trainer ranks to " in again.text()
+    assert "a collective may take 10 s (deadlines.collective)" in again.text()
+    assert "the run has waited 25 s (deadlines.step) for the trainer ranks to " in again.text()
     assert "other weights than before" not in again.text()
     assert "Traceback" not in again.text()
     assert "was killed by signal" not in again.text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from flash.sampling import Sampling
 from flash.trainer.model.canary import MIN_TOLERANCE
 from flash.trainer.model.model import load_model
 from flash.types import Completion, Message
-from tests.forked_command import ForkedCommand
+from tests.forked_command import run_forked
 from tests.integration.whole_run import REPOSITORY, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -50,7 +49,7 @@ function = "agent_openai:solve"
 tasks = {{{{ path = "envs.instructions:Instructions", options = {{{{ kinds = ["begin", "without"] }}}} }}}}
 
 [rollout]
-max_new_tokens = 32
+max_new_tokens = 24
 
 [engine]
 max_sequences = 16
@@ -58,7 +57,7 @@ enforce_eager = true
 kv_cache_gib = 0.25
 
 [train]
-batch_size = 16
+batch_size = 8
 max_tokens_per_microbatch = 1024
 
 [eval]
@@ -89,7 +88,7 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     run = start(text=TEXT.replace("MODEL", str(smollm2)).replace("EXAMPLES", str(REPOSITORY / "examples")))
     assert run.wait(400) == 0, run.text()
     summary = run.summary()
-    assert (summary["samples"], summary["failures"]) == (32, 0)
+    assert (summary["samples"], summary["failures"]) == (16, 0)
     assert 0 < summary["canary_error"] < MIN_TOLERANCE[DTYPE]
     (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
     assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
@@ -109,9 +108,8 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     output = tmp_path / "said.json"
     (tmp_path / "config.toml").write_text(dump(config))
     words = ("-c", GREEDY, str(tmp_path / "config.toml"), json.dumps(prompts), str(output))
-    with (tmp_path / "greedy.txt").open("wb") as file:
-        engine = ForkedCommand(words, output=file.fileno(), folder=REPOSITORY, variables=os.environ)
-    assert engine.wait(200) == 0, (tmp_path / "greedy.txt").read_text()
+    code, told = run_forked(words, tmp_path / "greedy.txt")
+    assert code == 0, told
     assert json.loads(output.read_text()) == expected
 
 

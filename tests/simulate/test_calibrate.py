@@ -175,7 +175,7 @@ def test_a_simulated_run_is_predicted_from_what_it_left_behind(engines: int, alp
     )  # fmt: skip
     simulated = msgspec.structs.replace(
         config(tmp_path),
-        run=RunConfig(name="measured", output_dir=str(tmp_path), steps=30),
+        run=RunConfig(name="measured", output_dir=str(tmp_path), steps=20),
         engine=EngineConfig(max_sequences=PLACES, count=engines),
         cluster=ClusterConfig(gpus_per_node=0, trainer_ranks=2),
         train=TrainConfig(batch_size=32, async_ratio=alpha),
