@@ -1,6 +1,6 @@
 """Commands that read the run directory of a run, finished or in progress.
 
-They are view, watch, plot, compare, trace, track, export, replay and rhythm. Each command has a function `add_COMMAND`,
+They are view, watch, plot, compare, trace, track, export and rhythm. Each command has a function `add_COMMAND`,
 which adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code.
 `flash.cli.main.COMMANDS` lists the former. Packages that take long to import are imported when a command needs them.
 """
@@ -33,8 +33,7 @@ from flash.cli.arguments import (
     runs_in,
 )
 from flash.cli.sampling import overrides_of_run
-from flash.config.load import given, load, split_arguments
-from flash.config.models import is_hub_id
+from flash.config.load import load
 from flash.config.tree import Config, ModelConfig, TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.comparison import differences, read_run, results, table
@@ -42,8 +41,7 @@ from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, res
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.timeline import trace
 from flash.observe.trackers.trackers import Tracking, not_installed, settings, tracker_lock
-from flash.run.models import Dtype, export_model, hugging_face_fault, make_fetched, own_dtype
-from flash.run.replay import Comparison, plan, refuse_idle, replay
+from flash.run.models import Dtype, export_model, own_dtype
 from flash.text import one_line
 from flash.trainer.checkpoint_files import MANIFEST
 
@@ -60,10 +58,6 @@ WATCH_S = 1.0
 """Seconds between two updates of the screen by `flash watch`."""
 TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
 """Names of all trackers, for `flash track`."""
-REPLAY_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction")
-"""Metrics that `flash replay` prints, each beside its value in the run."""
-REPLAY_WIDTH = 13
-"""Width of a column that `flash replay` prints, in characters."""
 RHYTHM_SAMPLES = 8
 """Default number of recorded samples that `flash rhythm` examines."""
 
@@ -326,122 +320,6 @@ def run_export(arguments: argparse.Namespace) -> int:
         what, use = "the adapters of", f"peft loads them on {config.model.path}, as may vLLM; --merge writes the model"
     sys.stdout.write(f"{folder}: {what} {one_line(str(chosen))}, with their tokenizer; {use}\n")
     return 0
-
-
-def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash replay` to `commands`, and return it. `flash.cli.main` calls this."""
-    parser = commands.add_parser("replay", help="Train the recorded batches of a run again, without engines.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
-    parser.add_argument(
-        "config",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="Settings that differ from those of the run, such as algorithm.objective=cispo.",
-    )
-    parser.add_argument(
-        "--from-step",
-        type=int,
-        metavar="N",
-        help="Version to start from: 0, or one that has a checkpoint. Default: the oldest possible one.",
-    )
-    parser.add_argument(
-        "--to-step", type=int, metavar="N", help="Version to stop at. Default: the newest possible one."
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="Write the metrics, and the comparisons with the run's checkpoints, to this file.",
-    )
-    parser.add_argument(
-        "--export", type=Path, metavar="FOLDER", help="Write the weights as a Hugging Face model folder."
-    )
-    parser.set_defaults(run=run_replay)
-    return parser
-
-
-def run_replay(arguments: argparse.Namespace) -> int:
-    """Train the recorded batches of a run again, for `flash replay`.
-
-    Prints the metrics of each step beside those of the run, and how far the weights differ from its checkpoints.
-    """
-    check_writable(arguments.json)
-    check_folder_writable(arguments.export)
-    directory = run_directory(arguments.run_dir)
-    planned = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
-    files, overrides = split_arguments([str(directory.config), *arguments.config])
-    config = load(files, overrides)
-    refuse_idle(directory.config, config, given(files[1:], overrides))
-    make_fetched(config)
-    model = config.model.path
-    if Path(model).is_dir():
-        fault = ""
-    elif is_hub_id(model):
-        fault = hugging_face_fault(model)
-    else:
-        fault = f"there is no folder {model}"
-    if fault:
-        raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
-    run_rows = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
-    rows: list[dict[str, float]] = []
-    comparisons: list[Comparison] = []
-
-    def show_step(row: dict[str, float]) -> None:
-        """Print the metrics of a step, each beside its value in the run. `replay` calls this after each step."""
-        rows.append(row)
-        run_row = run_rows.get(int(row["step"]), {})
-        cells = [cell for name in REPLAY_METRICS for cell in (_figure(row.get(name)), _figure(run_row.get(name)))]
-        _print_line(f"{int(row['step']):5d} " + " ".join(cells))
-
-    def show_comparison(comparison: Comparison) -> None:
-        """Print the difference of the replayed weights to a checkpoint of the run. `replay` calls this for each
-        checkpoint that it reaches."""
-        comparisons.append(comparison)
-        _print_line(_comparison_line(comparison, planned.first))
-
-    _print_line(
-        f"[training steps {planned.first} to {planned.last - 1} again, from {planned.checkpoint or config.model.path}]"
-    )
-    if planned.left_out:
-        _print_line(f"[{planned.left_out} left out: no batch of step {planned.last} is recorded]")
-    _print_line(" step " + " ".join(f"{name:>{REPLAY_WIDTH}} {'the run':>{REPLAY_WIDTH}}" for name in REPLAY_METRICS))
-    replay(
-        config,
-        planned,
-        folder=directory.batches,
-        on_step=show_step,
-        on_comparison=show_comparison,
-        export=arguments.export,
-    )
-    if arguments.json is not None:
-        found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}
-        write_atomically(
-            arguments.json, msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=2) + b"\n"
-        )
-    return 0
-
-
-def _comparison_line(found: Comparison, first: int) -> str:
-    """Return a line about the difference between the replayed weights and a checkpoint. `first`: version at which the
-    replay began."""
-    name = found.checkpoint.name
-    if found.largest == 0:
-        return f"version {found.version}: every weight equals the checkpoint's ({name}), bit for bit"
-    return (
-        f"version {found.version}: weights differ from the checkpoint's ({name}) by at most {found.largest:.2g}; "
-        f"they have moved by at most {found.moved:.2g} since version {first}"
-    )
-
-
-def _figure(value: float | None) -> str:
-    """Return a metric as a cell of the table; a dash if it is missing."""
-    return f"{'-' if value is None else format(value, '.4g'):>{REPLAY_WIDTH}}"
-
-
-def _print_line(line: str) -> None:
-    """Print a line at once, because a step takes long, and the user watches the lines."""
-    sys.stdout.write(one_line(line) + "\n")
-    sys.stdout.flush()
 
 
 class RhythmWeights(NamedTuple):

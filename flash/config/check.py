@@ -52,6 +52,12 @@ def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
     return [problem for one in checks for problem in one(config)]
 
 
+def check_training(config: Config) -> list[ConfigProblem]:
+    """Return every problem of the tables that a replay of recorded batches uses. Nothing is sampled then, and the
+    places of models and environments are not looked at."""
+    return [problem for one in TRAINING for problem in one(config)]
+
+
 def unwise(config: Config) -> list[ConfigProblem]:
     """Return a warning for each setting that is valid but probably not intended. For `advise`."""
     return [problem for one in ADVICE for problem in one(config)]
@@ -347,6 +353,9 @@ SUPERVISED: tuple[Check, ...] = (
     machine.check_parallel,
 )
 """Checks of supervised fine-tuning. Nothing is sampled, so neither environment nor engines are checked."""
+
+TRAINING: tuple[Check, ...] = (check_learning.check_train, check_learning.check_lora, check_learning.check_algorithm)
+"""Checks of a replay, which trains on one rank."""
 
 SIMULATION: tuple[Check, ...] = (check_learning.check_batch, check_sampling, check_simulated_gpus, check_simulated_run)
 """Checks of a simulation. It needs no model, device or environment, so these are not checked."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 import msgspec
 import tomli_w
 
-from flash.config.check import check
+from flash.config.check import check, check_training
 from flash.config.check_learning import check_sft, supervised
 from flash.config.decode import (
     NO_KEY,
@@ -77,13 +77,7 @@ def load(
         ConfigError: names every unknown key and wrong type; if there are none, every other problem.
     """
     files = _files(paths)
-    merged, origins = _merged(files, overrides)
-    _ignore_removed(merged, origins)
-    if isinstance(merged.get("sft"), dict):
-        merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
-    decoded, problems = examine(merged, Config, "")
-    if problems:
-        raise refuse([_with_hint(problem, merged) for problem in problems], origins)
+    decoded, origins = _decoded(files, overrides)
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = [*check_sft(decoded), *check(config, simulated=simulated)]
@@ -94,6 +88,43 @@ def load(
     if problems:
         raise refuse(problems, origins)
     return config
+
+
+def load_recorded(files: Sequence[Path], overrides: Sequence[str] = (), *, checked: bool = True) -> Config:
+    """Read the configuration of an earlier run in order to train its batches again, without the run's surroundings.
+
+    Only the tables that train are checked. Neither the environment nor a folder that the file names is imported from,
+    because the file may come from somebody else.
+
+    Args:
+        files: configuration that `dump` has written; later files take precedence.
+        overrides: as for `load`.
+        checked: False reads without any check beyond types. The checks import the objective's module.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    decoded, origins = _decoded(files, overrides)
+    config = _resolve(decoded)
+    if checked and (problems := check_training(config)):
+        raise refuse(problems, origins)
+    return config
+
+
+def _decoded(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Config, dict[str, str]]:
+    """Read, merge and decode all sources. Return the configuration, and the source that set each dotted key.
+
+    Raises:
+        ConfigError: a source cannot be read, or has unknown keys or wrong types; the message names all of these.
+    """
+    merged, origins = _merged(files, overrides)
+    _ignore_removed(merged, origins)
+    if isinstance(merged.get("sft"), dict):
+        merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
+    decoded, problems = examine(merged, Config, "")
+    if problems:
+        raise refuse([_with_hint(problem, merged) for problem in problems], origins)
+    return decoded, origins
 
 
 def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[ConfigProblem]:

@@ -323,10 +323,10 @@ def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str 
     if isinstance(result, Failure):
         # The ledger adds these numbers up, and their sum must fit into 64 bits in a checkpoint.
         return None if 0 <= result.tokens <= MOST else f"{result.tokens} tokens"
-    return _trajectory_fault(result, newest)
+    return trajectory_fault(result, newest)
 
 
-def _trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
+def trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     """Return a phrase for the first inconsistency in a trajectory; None if there is none.
 
     `newest` is the newest policy version that engines can have. An inconsistent sample is refused here, because on a

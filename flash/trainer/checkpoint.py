@@ -2,6 +2,7 @@
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
 `flash.run.sft_rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
+`flash.run.bundle` calls `write_state`, and `flash.run.replay` calls `load_state`, which know one rank and one file.
 
 A checkpoint is written to a temporary folder, whose name begins with `.tmp-`, beside its final folder. It holds:
 - the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights).
@@ -11,8 +12,8 @@ A checkpoint is written to a temporary folder, whose name begins with `.tmp-`, b
 - a manifest with size and CRC of every file, which is written last.
 Then the folder is renamed. Whatever happens before the renaming, the previous checkpoint stays the newest one.
 
-All public functions are collectives (all ranks must call them in the same order), and a failure on one rank is raised
-on all ranks. The trainer ranks share the run directory.
+All public functions except these two are collectives (all ranks must call them in the same order), and a failure on one
+rank is raised on all ranks. The trainer ranks share the run directory.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -88,6 +90,8 @@ EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """System errors of a write that was not permitted, so that more free disk space would not help."""
+_RNG = "random"
+"""Beginning of the names of random states in a file of `write_state`."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
 """Advice of an error message after one of the errors `REFUSED`."""
 
@@ -127,22 +131,7 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
         # Each rank reads its own files again, to compute their checksums.
         own_files = _on_all_ranks(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *own_files) for entry in entries]
-        lag = trainer.lag
-        manifest = Manifest(
-            version=trainer.version,
-            skipped_steps=trainer.skipped_steps,
-            files=sorted(files, key=lambda entry: entry.path),
-            extras=_extras(trainer),
-            # The learning rates of the last versions.
-            rates={} if lag is None else lag.rates,
-            # The loss scales of float16.
-            scales=tuple((scale.value, scale.finite) for scale in _scales(trainer)),
-            # The disagreement of the engines with the trainer.
-            apart=(0.0, 0.0) if lag is None else lag.disagreement_sums,
-            # The weights that adapters were trained on.
-            base=trainer.base_fingerprint,
-            alpha=trainer.lora_alpha,
-        )
+        manifest = _describe(trainer, sorted(files, key=lambda entry: entry.path))
         _on_all_ranks(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     if rank == 0:
         prune(run_dir, keep)
@@ -161,6 +150,103 @@ def load(path: Path, trainer: Trainer) -> None:
     # The tensors of `state` share memory with the trainer's, so reading into them already loads a part.
     state = _state(trainer)
     manifest = _read(path, state, _extras(trainer))
+    _check_adapters(path, manifest, trainer)
+    _restore(trainer, state, manifest)
+    _on_all_ranks(lambda: _read_rng(path, trainer.mesh.data_shard), path)
+
+
+def write_state(file: Path, trainer: Trainer) -> Manifest:
+    """Write the state of a trainer of one rank to a safetensors file, except for the weights of a whole policy.
+
+    `flash bundle` writes this file, because a checkpoint's index is a pickle, which must not be read if it comes from
+    somebody else. The policy is beside it as a model folder. Adapters are part of the state.
+
+    Returns:
+        The numbers of the trainer that are not tensors. The manifest lists no files.
+    """
+    tensors = {name: _local(tensor).detach().cpu().contiguous() for name, tensor in _bundled(trainer).items()}
+    save_file(tensors | {f"{_RNG}/{name}": state for name, state in _random_states().items()}, file)
+    return _describe(trainer, [])
+
+
+def load_state(file: Path, manifest: Manifest, trainer: Trainer) -> None:
+    """Load a file of `write_state` into a trainer of one rank, whose policy has the weights of that state already.
+
+    Raises:
+        CheckpointError: the file is damaged, or the trainer has other parts, tensors or shapes than the file.
+    """
+    if fault := extras_mismatch(file, manifest.extras, _extras(trainer)):
+        raise CheckpointError(fault)
+    _check_adapters(file, manifest, trainer)
+    state = _state(trainer)
+    wanted = {name: _local(tensor) for name, tensor in _bundled(trainer, state).items()}
+    try:
+        held = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    random = {name: held.pop(f"{_RNG}/{name}") for name in ("cpu", "cuda") if f"{_RNG}/{name}" in held}
+    for name in sorted(held.keys() | wanted.keys()):
+        there, here = held.get(name), wanted.get(name)
+        if there is None or here is None or (there.shape, there.dtype) != (here.shape, here.dtype):
+            got, expected = ("nothing" if one is None else f"{one.dtype} {list(one.shape)}" for one in (there, here))
+            raise CheckpointError(f"{file} does not fit the configuration: {name} is {got}, expected {expected}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(held[name])
+    _restore(trainer, state, manifest)
+    try:
+        _set_random_states(random)
+    except (RuntimeError, TypeError) as error:  # torch refuses bytes that are no state
+        raise CheckpointError(f"{file} is damaged: its random state cannot be used: {error}") from error
+
+
+def _bundled(trainer: Trainer, state: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of `state` by their paths, such as `optimizer/state/lm_head.weight/exp_avg`.
+
+    The weights of a whole policy are left out. None: the trainer's own state.
+    """
+    flat: dict[str, Tensor] = {}
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            flat[path] = value
+        elif isinstance(value, dict):
+            for name, inner in cast("dict[str, Any]", value).items():
+                add(f"{path}/{name}", inner)
+
+    for name, part in (_state(trainer) if state is None else state).items():
+        if name != "model" or trainer.base_fingerprint:
+            add(name, part)
+    return flat
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, which shares its memory. On one rank the part is the whole tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe(trainer: Trainer, files: list[FileEntry]) -> Manifest:
+    """Return the manifest of the trainer's state, with these files."""
+    lag = trainer.lag
+    return Manifest(
+        version=trainer.version,
+        skipped_steps=trainer.skipped_steps,
+        files=files,
+        extras=_extras(trainer),
+        # The learning rates of the last versions.
+        rates={} if lag is None else lag.rates,
+        # The loss scales of float16.
+        scales=tuple((scale.value, scale.finite) for scale in _scales(trainer)),
+        # The disagreement of the engines with the trainer.
+        apart=(0.0, 0.0) if lag is None else lag.disagreement_sums,
+        # The weights that adapters were trained on.
+        base=trainer.base_fingerprint,
+        alpha=trainer.lora_alpha,
+    )
+
+
+def _check_adapters(path: Path, manifest: Manifest, trainer: Trainer) -> None:
+    """Raise CheckpointError if the adapters at `path` were trained on another base or with another `lora.alpha`."""
     if manifest.base != trainer.base_fingerprint:
         raise CheckpointError(
             f"{path} holds adapters of another model than model.path names now: set it to the model that they were "
@@ -168,10 +254,13 @@ def load(path: Path, trainer: Trainer) -> None:
         )
     if fault := alpha_mismatch(path, manifest, trainer.lora_alpha):
         raise CheckpointError(fault)
+
+
+def _restore(trainer: Trainer, state: dict[str, Any], manifest: Manifest) -> None:
+    """Put loaded tensors and the numbers of their manifest into the trainer."""
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
         _put_state(critic.model, critic.optimizer, state[name])
-    _on_all_ranks(lambda: _read_rng(path, trainer.mesh.data_shard), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
@@ -427,11 +516,8 @@ def _reason(error: Any) -> str:
 
 def _write_rng(folder: Path, shard: int) -> None:
     """Write the random states of this process under the number of its data shard."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
     content = io.BytesIO()
-    torch.save(state, content)
+    torch.save(_random_states(), content)
     # torch writes only into memory, because its errors about files do not contain the system's message.
     (folder / _rng_name(shard)).write_bytes(content.getbuffer())
 
@@ -445,10 +531,20 @@ def _read_rng(folder: Path, shard: int) -> None:
     file = folder / _rng_name(shard)
     if not file.exists():
         return
-    state = torch.load(file, weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    _set_random_states(torch.load(file, weights_only=True))
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return torch's random states in this process, by device."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Set torch's random states in this process. A device without a state, or that is absent here, is left out."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _rng_name(shard: int) -> str:

@@ -64,7 +64,7 @@ def write_batch(folder: Path, batch: Batch) -> None:
     Raises:
         OSError: the folder cannot be written, or the disk is full. The incomplete file is deleted then.
     """
-    file = _file(folder, batch.step)
+    file = batch_file(folder, batch.step)
     aside = file.with_name(file.name + ".tmp")
     try:
         with aside.open("wb") as out:
@@ -96,7 +96,7 @@ def read_batch(folder: Path, step: int) -> Batch:
     Raises:
         RecordingError: the file is missing or damaged, or another version of Flash wrote it.
     """
-    file = _file(folder, step)
+    file = batch_file(folder, step)
     try:
         with file.open("rb") as source:
             records = read_frames(source)
@@ -149,10 +149,10 @@ def forget_before(folder: Path, step: int) -> None:
     """
     for recorded in recorded_steps(folder):
         if recorded < step:
-            _file(folder, recorded).unlink(missing_ok=True)
+            batch_file(folder, recorded).unlink(missing_ok=True)
 
 
-def _file(folder: Path, step: int) -> Path:
+def batch_file(folder: Path, step: int) -> Path:
     """Return the path of the recording of a step."""
     return folder / f"step-{step:06d}{_SUFFIX}"
 

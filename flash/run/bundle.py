@@ -1,0 +1,779 @@
+"""Bundles: one file with recorded steps of a run and everything that training them again needs, on any machine.
+
+`flash bundle` calls `make_bundle`, and `flash replay` calls `open_bundle`. A bundle is a plain tar archive:
+
+    bundle.json         `BundleHead`: steps, versions of packages, fingerprints of weights before and after the steps
+    config.toml         the settings that a replay uses, and no others
+    metrics.jsonl       the metrics that the steps gave in the run
+    batches/            the recorded batches, byte for byte (flash.observe.rundir.recording)
+    model/              the policy before the first step, as a Hugging Face folder; the base of adapters in their place
+    state.safetensors   moments, random states and other tensors of the trainer; absent at version 0
+    critic/, reference/, teacher/   other models that the configuration names
+    code/               the user's own modules that the objective consists of
+    SHA256SUMS          checksum of each other member, for `sha256sum --check`
+
+Each step is trained once while a bundle is made, from the content of the bundle alone. So the weights after the steps
+are known even if the run has no checkpoint of them, and a bundle that exists can be replayed.
+
+A bundle may come from anybody. Reading one unpickles nothing and imports nothing from it, accepts only regular files
+with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only if told to.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+
+import msgspec
+
+from flash.config.load import dump, load_recorded
+from flash.config.machine import count_gpus
+from flash.config.models import is_hub_id
+from flash.config.objects import own_folders
+from flash.config.tree import ClusterConfig, Config, EnvConfig, ModelConfig, ParallelConfig, RunConfig
+from flash.errors import CheckpointError, ConfigError, RecordingError
+from flash.hub.gate import trajectory_fault
+from flash.observe.rundir.recording import HEADER, batch_file, read_batch
+from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file, read_rows, writing
+from flash.run.fetch import MODEL_CONFIG
+from flash.run.replay import (
+    BundledStart,
+    Comparison,
+    RecordedWeights,
+    ReplayPlan,
+    TensorRecord,
+    one_rank,
+    record_tensors,
+    replay,
+    threads_of,
+    weights_of,
+)
+from flash.trainer.checkpoint_files import READ_SIZE, Manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from flash.trainer.step import Trainer
+
+FORMAT = 1
+"""Version of the format. Increase it when an older Flash could misread a newer bundle."""
+HEAD, CONFIG, METRICS, STATE, SUMS = "bundle.json", "config.toml", "metrics.jsonl", "state.safetensors", "SHA256SUMS"
+"""Names of the single files of a bundle."""
+BATCHES, MODEL, CODE = "batches", "model", "code"
+"""Names of its folders, except those of other models."""
+CRITIC, REFERENCE, TEACHER = "critic", "reference", "teacher"
+"""Names of the folders of other models."""
+MEMBER = re.compile(
+    rf"{'|'.join(map(re.escape, (HEAD, CONFIG, METRICS, STATE, SUMS)))}|{BATCHES}/step-[0-9]{{6,18}}\.bin"
+    rf"|(?:{MODEL}|{CRITIC}|{REFERENCE}|{TEACHER})/[A-Za-z0-9_][\w.-]*\.(?:json|safetensors|jinja|txt|model)"
+    rf"|{CODE}/(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py",
+    re.ASCII,
+)
+"""Pattern of the names that a member of a bundle can have. Pickled weights and code of models are not among them."""
+LONGEST_NAME = 100
+"""Largest length of a member's name in a header of tar. A longer one would need an extension, which is refused."""
+BLOCK = tarfile.BLOCKSIZE
+"""Size of a block of tar, in bytes. Each header is one block, and each member is padded to whole blocks."""
+LARGEST_TEXT = 1 << 26
+"""Largest size of a text member that is read into memory, in bytes."""
+NAMES_OF_PATHS = ("_name_or_path", "name_or_path")
+"""Keys with which transformers records the folder of a model."""
+LEFT_OUT = "http://left-out"
+"""Address in place of that of a teacher's server, whose log-probs are part of the recorded samples."""
+SHIPPED = "algorithms"
+"""Package of the objectives that are part of Flash."""
+PACKAGES = ("flash-rl", "torch", "transformers", "safetensors", "numpy", "msgspec", "peft")
+"""Packages that can change the result of a step, by the names of their distributions."""
+
+MetricRow = dict[str, float | None]
+"""Metrics of a step by name, with the number of the step. None: the value was not finite."""
+
+
+class BundleHead(msgspec.Struct, frozen=True):
+    """First member of a bundle. It describes the other members."""
+
+    format: Literal[1]
+    """`FORMAT`."""
+    run: str
+    """Name of the run."""
+    first: int
+    """Version at the start, which is also the first step."""
+    step: int
+    """Step for which the bundle was made, the last one."""
+    ranks: int
+    """Number of trainer ranks of the run."""
+    threads: int
+    """Number of threads of the replay that made the bundle."""
+    build: dict[str, str]
+    """Versions of packages, processor and device of that replay, as `build_of` returns them."""
+    weights: bool
+    """True if the bundle holds the weights of `model/`."""
+    origin: str
+    """Origin of these weights as a noun phrase, for somebody who has to find them."""
+    start: list[TensorRecord]
+    """All parameters of the policy before the first step."""
+    manifest: Manifest | None
+    """Numbers of the trainer before the first step; None at version 0, when it is new."""
+    results: list[RecordedWeights]
+    """Weights after the last step: those of the run, if it has kept them, and those of the replay."""
+    replayed: list[MetricRow]
+    """Metrics of the replay that made the bundle."""
+
+
+class Bundle(NamedTuple):
+    """Bundle whose members lie in a folder."""
+
+    head: BundleHead
+    folder: Path
+    """Folder of the members."""
+    config: Path
+    """File of the configuration, in which the paths of models are those of this machine."""
+    objective: str
+    """Value of `algorithm.objective` in the bundle."""
+    rows: list[MetricRow]
+    """Metrics of the run."""
+
+    @property
+    def batches(self) -> Path:
+        """Folder of the recorded batches."""
+        return self.folder / BATCHES
+
+    @property
+    def code(self) -> list[str]:
+        """Names of the members with code, sorted."""
+        return sorted(str(file.relative_to(self.folder)) for file in (self.folder / CODE).rglob("*.py"))
+
+    @property
+    def planned(self) -> ReplayPlan:
+        """Plan of the replay of all steps."""
+        head, state = self.head, self.folder / STATE
+        start = BundledStart(
+            head.start, head.origin, None if head.manifest is None else state, head.manifest, head.threads, head.results
+        )
+        return ReplayPlan(head.first, head.step + 1, None, {}, bundled=start)
+
+
+class Part(NamedTuple):
+    """Part of a bundle, for the list of sizes."""
+
+    name: str
+    """Name of the file or, with a slash at the end, of the folder."""
+    size: int
+    """Size in bytes."""
+
+
+def build_of(config: Config) -> dict[str, str]:
+    """Return what a replay with this configuration runs on here: versions of packages, processor and device.
+
+    The same batch gives the same bits where all of these are the same. Names of hosts and users are not part of it.
+    """
+    import torch
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["processor"] = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    found["device"] = torch.cuda.get_device_name() if config.gpus_per_node > 0 else "cpu"
+    return found
+
+
+def on_this_machine(config: Config) -> Config:
+    """Return the configuration of a replay, on the CPU if the run had GPUs and this machine has none."""
+    if config.gpus_per_node == 0 or count_gpus() > 0:
+        return config
+    return msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, gpus_per_node=0))
+
+
+def runs_foreign_code(objective: str) -> bool:
+    """Return True if an objective is named by an import path outside of Flash."""
+    return ":" in objective and objective.partition(":")[0].partition(".")[0] != SHIPPED
+
+
+def own_sources(objective: str, imported: Collection[str]) -> dict[str, Path]:
+    """Return the source files of the user's own modules that an objective consists of, by their names in a bundle.
+
+    These are the objective's module, the packages around it, and modules that it has imported. Installed packages and
+    Flash are left out: whoever replays the bundle installs them.
+
+    Args:
+        objective: value of `algorithm.objective`.
+        imported: names of the modules that were imported for it.
+
+    Raises:
+        ConfigError: a file cannot be carried, because of its name.
+    """
+    if not runs_foreign_code(objective):
+        return {}
+    parts = objective.partition(":")[0].split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    folders = [Path(folder).resolve() for folder in own_folders()]
+    found: dict[str, Path] = {}
+    for name in sorted({*around, *imported}):
+        source = getattr(sys.modules.get(name), "__file__", None)
+        if source is None or name.partition(".")[0] in ("flash", "envs", SHIPPED):
+            continue
+        path = "/".join([CODE, *name.split(".")]) + ("/__init__.py" if Path(source).stem == "__init__" else ".py")
+        file = Path(source).resolve()
+        relative = Path(*Path(path).parts[1:])
+        # A module is the user's own if it lies in an own folder at the place that its name says. An installed package
+        # below such a folder, for example in a virtual environment, lies elsewhere.
+        if any(folder / relative == file for folder in folders):
+            if not MEMBER.fullmatch(path) or len(path) > LONGEST_NAME:
+                raise ConfigError(
+                    f"algorithm.objective: the module {name} cannot be put into a bundle: expected a name of ASCII "
+                    f"letters, digits and _ of at most {LONGEST_NAME} characters with its packages; rename it"
+                )
+            found[path] = file
+    return found
+
+
+# -- making a bundle ---------------------------------------------------------------------------------------------------
+
+
+def make_bundle(
+    directory: RunDirectory,
+    config: Config,
+    planned: ReplayPlan,
+    output: Path,
+    *,
+    with_weights: bool,
+    code: Mapping[str, Path],
+    on_step: Callable[[dict[str, float]], None],
+    on_comparison: Callable[[Comparison], None],
+) -> list[Part]:
+    """Write a bundle of the steps of a plan, completely or not at all, and return its parts.
+
+    The steps are trained once, from the parts alone, before the file appears.
+
+    Args:
+        directory: directory of the run.
+        config: configuration of the run.
+        planned: the steps, from `flash.run.replay.plan_step`.
+        output: file to write; an earlier file of this name is replaced.
+        with_weights: False leaves out the weights of `model/`.
+        code: source files of the objective, from `own_sources`.
+        on_step: called with the metrics of each replayed step.
+        on_comparison: called with the difference of the replayed weights to those of the run, if it has kept them.
+
+    Raises:
+        FlashError: a model, checkpoint or batch cannot be read, the replay fails, or the file cannot be written.
+    """
+    if config.model.trust_remote_code:
+        raise ConfigError(
+            "model.trust_remote_code: the model consists of Python code that comes with it, which a bundle does not "
+            "hold; expected false. Share the run's folder instead, for `flash replay RUN_DIR`"
+        )
+    used = on_this_machine(config)
+    with (
+        writing(output),
+        tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.absolute().parent) as scratch,
+    ):
+        folder = Path(scratch) / "members"
+        (folder / BATCHES).mkdir(parents=True)
+        steps = range(planned.first, planned.last)
+        for step in steps:
+            shutil.copyfile(batch_file(directory.batches, step), batch_file(folder / BATCHES, step))
+        for name, source in code.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / name)
+        rows = {row.get("step"): row for row in directory.read_metrics()}
+        kept = [metric_row(rows[step]) for step in steps if step in rows]
+        (folder / METRICS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        with _quiet():
+            start = _write_models(used, planned, folder)
+        (folder / CONFIG).write_text(dump(_carried(config, folder)), encoding="utf-8")
+        head = BundleHead(
+            format=FORMAT,
+            run=config.run.name,
+            first=planned.first,
+            step=planned.last - 1,
+            ranks=config.trainer_world_size,
+            threads=threads_of(used),
+            build=build_of(used),
+            weights=with_weights,
+            origin=_origin(config, planned),
+            start=start.tensors,
+            manifest=start.manifest,
+            results=[] if start.result is None else [start.result],
+            replayed=[],
+        )
+        replayed: list[MetricRow] = []
+        records: list[TensorRecord] = []
+
+        def keep_step(row: dict[str, float]) -> None:
+            replayed.append(metric_row(row))
+            on_step(row)
+
+        bundle = _place(head, folder, Path(scratch) / CONFIG, None)
+        replay(
+            on_this_machine(load_recorded([bundle.config])),
+            bundle.planned,
+            folder=bundle.batches,
+            on_step=keep_step,
+            on_comparison=on_comparison,
+            on_end=records.extend,
+        )
+        again = RecordedWeights(planned.last, "those of the replay that made the bundle", records)
+        head = msgspec.structs.replace(head, results=[*head.results, again], replayed=replayed)
+        (folder / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1) + b"\n")
+        if not with_weights:
+            for file in (folder / MODEL).glob("*.safetensors*"):
+                file.unlink()
+        return _write_tar(folder, Path(scratch) / "bundle.tar", output)
+
+
+class _Start(NamedTuple):
+    """Beginning of a bundle's steps, which `_write_models` has written."""
+
+    tensors: list[TensorRecord]
+    """All parameters of the policy."""
+    manifest: Manifest | None
+    """Numbers of the trainer; None at version 0."""
+    result: RecordedWeights | None
+    """Weights of the run after the last step; None if it has no checkpoint of them."""
+
+
+def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
+    """Write the policy at the first version, the trainer's state and all other models to the folder of a bundle.
+
+    A trainer is made for it as for a replay of the run, and is gone when this returns.
+    """
+    from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.trainer import checkpoint
+    from flash.trainer.model.model import load_model
+    from flash.trainer.step import Trainer
+
+    def save(path: str, name: str) -> PreTrainedModel:
+        # Models are read and written again, and not copied: so hub ids, pickled weights and all other forms become
+        # the same few files, and nothing else in the folder of a model can get into the bundle.
+        model = load_model(msgspec.structs.replace(config.model, path=path))
+        model.save_pretrained(folder / name)
+        return model
+
+    tokenizer = HfTokenizer(config.model).inner
+    whole = planned.checkpoint is not None and config.lora is None
+    if not whole:
+        save(config.model.path, MODEL)
+        tokenizer.save_pretrained(folder / MODEL)
+    for name, path in _other_models(config, whole=whole).items():
+        save(path, name)
+    with one_rank(config):
+        trainer: Trainer = Trainer(msgspec.structs.replace(config, parallel=ParallelConfig()))
+        manifest: Manifest | None = None
+        if planned.checkpoint is not None:
+            checkpoint.load(planned.checkpoint, trainer)
+            manifest = checkpoint.write_state(folder / STATE, trainer)
+        if whole:
+            checkpoint.export_hf(trainer.model, tokenizer, folder / MODEL)
+        tensors = record_tensors(weights_of(trainer, frozen=True))
+        result: RecordedWeights | None = None
+        if (path := planned.compared.get(planned.last)) is not None:
+            before = weights_of(trainer)
+            held = checkpoint.read_weights(path, trainer)
+            theirs = record_tensors({name: held[name] for name in before}, before)
+            result = RecordedWeights(planned.last, f"the run's (checkpoint {path.name})", theirs)
+        del trainer
+        gc.collect()  # reference cycles of FSDP hold the model, and the replay makes another one
+    for name in (MODEL, CRITIC, REFERENCE, TEACHER):
+        if (folder / name).is_dir():
+            _shrink(folder / name)
+            _forget_paths(folder / name)
+    return _Start(tensors, manifest, result)
+
+
+def _other_models(config: Config, *, whole: bool) -> dict[str, str]:
+    """Return the models beside the policy that the trainer loads, by the names of their folders in a bundle.
+
+    `whole` is True if `model/` holds the policy of a later version. Then the model with which the run began, which is
+    the reference of a KL by default, is needed, too.
+    """
+    kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
+    found = {
+        CRITIC: None if critic is None else critic.path,
+        REFERENCE: None if kl is None else kl.reference or (config.model.path if whole else None),
+        TEACHER: None if teacher is None else teacher.path,
+    }
+    # With adapters the base is the reference, without a second copy in memory.
+    if config.lora is not None and found[REFERENCE] == config.model.path:
+        found[REFERENCE] = None
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _carried(config: Config, folder: Path) -> Config:
+    """Return the configuration that a bundle holds: the settings that a replay uses, and defaults otherwise.
+
+    Settings are chosen, rather than secrets removed: options of environments, addresses, commands and paths stay away
+    because nothing here copies them. Models get the names of their folders in the bundle.
+    """
+    replace = msgspec.structs.replace
+
+    def name(one: str) -> str | None:
+        return one if (folder / one).is_dir() else None
+
+    algorithm, kl, teacher, critic = config.algorithm, config.algorithm.kl, config.algorithm.teacher, config.critic
+    if teacher is not None:
+        teacher = replace(teacher, path=name(TEACHER), url=None if teacher.url is None else LEFT_OUT)
+    model = config.model
+    return Config(
+        run=RunConfig(name=config.run.name, seed=config.run.seed, steps=config.run.steps, log_samples=0),
+        model=ModelConfig(path=MODEL, dtype=model.dtype, head_dtype=model.head_dtype, max_length=model.max_length),
+        env=EnvConfig(path=""),
+        rollout=config.rollout,
+        train=replace(config.train, profile=""),
+        lora=config.lora,
+        algorithm=replace(algorithm, kl=kl and replace(kl, reference=name(REFERENCE)), teacher=teacher),
+        critic=critic and replace(critic, path=name(CRITIC), tiny_layers=None),
+        cluster=ClusterConfig(
+            gpus_per_node=config.gpus_per_node,
+            trainer_ranks=config.cluster.trainer_ranks,
+            trainer_nodes=config.cluster.trainer_nodes,
+        ),
+        parallel=config.parallel,
+    )
+
+
+def _origin(config: Config, planned: ReplayPlan) -> str:
+    """Return where the weights of `model/` can be found, as a noun phrase without a path of this machine."""
+    path, source = config.model.path, config.model.fetch
+    if planned.checkpoint is not None and config.lora is None:
+        name = f"{config.run.name}/checkpoints/{planned.checkpoint.name}"
+        return f"version {planned.first} of the run, which `flash export {name} FOLDER --dtype float32` writes"
+    if is_hub_id(path):
+        return f"{path} of the Hugging Face hub"
+    fetched = "" if source is None else f", made from {Path(source).name}"
+    return f"the model {Path(path).name}{fetched}, with which the run {config.run.name} began"
+
+
+def _shrink(folder: Path) -> None:
+    """Store tensors of a model folder as bfloat16 or float16 if that changes no bit of their float32 values.
+
+    Models are read in float32. Weights that were stored in 16 bits would otherwise take twice their size.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors, changed = load_file(file), False
+        for name, tensor in tensors.items():
+            for dtype in (torch.bfloat16, torch.float16) if tensor.dtype == torch.float32 else ():
+                small = tensor.to(dtype)
+                if torch.equal(small.float().view(torch.int32), tensor.view(torch.int32)):
+                    tensors[name], changed = small, True
+                    break
+        if changed:
+            # The tensors that stay as they are may be mapped from `file`, so it must not be overwritten.
+            aside = file.with_suffix(".tmp")
+            save_file(tensors, aside, metadata={"format": "pt"})
+            aside.replace(file)
+
+
+def _forget_paths(folder: Path) -> None:
+    """Remove paths of this machine from the JSON files in which transformers describes a model and its tokenizer."""
+    for file in folder.glob("*config.json"):
+        described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kept = {
+            key: value
+            for key, value in described.items()
+            if key not in NAMES_OF_PATHS and not (isinstance(value, str) and len(value) > 1 and os.path.isabs(value))
+        }
+        file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def metric_row(row: Mapping[str, Any]) -> MetricRow:
+    """Return the numbers of a row of metrics. A number that is not finite is None, because JSON cannot hold it."""
+    numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in numbers.items()}
+
+
+def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
+    """Write the members in a folder as a tar archive, and rename it to `output`. Return the parts with their sizes."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    # The head comes first, so that `tar` shows it at once.
+    names = sorted((str(file.relative_to(folder)) for file in files), key=lambda name: (name != HEAD, name))
+    parts: dict[str, int] = {}
+    sums = ""
+    with aside.open("wb") as out:
+
+        def add(name: str, size: int, source: BinaryIO | None, text: bytes = b"") -> str:
+            # A fresh TarInfo names no user, group or time.
+            info = tarfile.TarInfo(name)
+            info.size = size
+            out.write(info.tobuf(tarfile.GNU_FORMAT, "ascii", "strict"))
+            digest = hashlib.sha256(text)
+            out.write(text)
+            while source is not None and (block := source.read(READ_SIZE)):
+                digest.update(block)
+                out.write(block)
+            out.write(bytes(-size % BLOCK))
+            top, slash, _ = name.partition("/")
+            parts[top + slash] = parts.get(top + slash, 0) + size
+            return digest.hexdigest()
+
+        for name in names:
+            # transformers may write other files for some tokenizers, which no replay reads.
+            if MEMBER.fullmatch(name) and len(name) <= LONGEST_NAME:
+                with (folder / name).open("rb") as source:
+                    sums += f"{add(name, (folder / name).stat().st_size, source)}  {name}\n"
+        add(SUMS, len(sums), None, sums.encode("ascii"))
+        out.write(bytes(2 * BLOCK))
+        out.flush()
+        os.fsync(out.fileno())
+    aside.replace(output)
+    return [Part(name, size) for name, size in parts.items()]
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Hide progress bars and warnings of transformers about models that are only read and written."""
+    from flash.foreign.transformers import hidden_progress_bars
+
+    with hidden_progress_bars(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+# -- reading a bundle --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_bundle(path: Path, model: Path | None = None) -> Generator[Bundle]:
+    """Unpack a bundle into a temporary folder, check all of it, and yield it. The folder exists while the block runs.
+
+    Args:
+        path: the file.
+        model: folder of the policy's weights, for a bundle that does not hold them.
+
+    Raises:
+        RecordingError: the file is damaged, is no bundle, or holds something that no bundle may hold.
+        RunDirectoryError: the file cannot be read, or the temporary folder cannot be written.
+        ConfigError: `model` is missing, is superfluous or has another architecture, or the disk has too little room.
+    """
+    with tempfile.TemporaryDirectory(prefix="flash-bundle-") as scratch:
+        size, free = path.stat().st_size, shutil.disk_usage(scratch).free
+        if size > free:
+            raise ConfigError(
+                f"{path} needs {size:,} bytes in {Path(scratch).parent} while it is open, and {free:,} are free there; "
+                "name a larger folder in the environment variable TMPDIR"
+            )
+        folder = Path(scratch) / "members"
+        folder.mkdir()
+        try:
+            with writing(folder):
+                _unpack(path, folder)
+            head = msgspec.json.decode(_text(folder / HEAD), type=BundleHead)
+            _check_members(head, folder)
+            bundle = _place(head, folder, Path(scratch) / CONFIG, model)
+            for step in range(head.first, head.step + 1):
+                _check_batch(folder / BATCHES, step)
+        except (*NO_ROW, ValueError, RecordingError) as error:
+            if isinstance(error, ConfigError):  # also a ValueError
+                raise
+            raise RecordingError(
+                f"{path} is damaged, or is no bundle of this version of Flash: {error}; expected a file that "
+                "`flash bundle` has written: get another copy"
+            ) from error
+        if model is not None:
+            _check_architecture(folder / MODEL, model)
+        yield bundle
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    """Write the members of an archive to an empty folder.
+
+    The headers are parsed one by one, without the extensions of tar. So a member is a regular file, a name has at most
+    100 characters, and no size is larger than the archive itself.
+
+    Raises:
+        ValueError: the archive is damaged, or has a member that no bundle may have.
+    """
+    sums: dict[str, str] = {}
+    with open_regular_file(path) as source:
+        left = os.fstat(source.fileno()).st_size
+        while (header := source.read(BLOCK)) != bytes(BLOCK):
+            left -= len(header)
+            try:
+                info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+            except (tarfile.HeaderError, UnicodeDecodeError) as error:
+                raise ValueError(f"the header of a member is unreadable ({error})") from error
+            if info.type != tarfile.REGTYPE or not MEMBER.fullmatch(info.name):
+                raise ValueError(f"it has the member {info.name!r}, which no bundle has")
+            if info.name in sums:
+                raise ValueError(f"it has {info.name} twice")
+            if not 0 <= info.size <= left:
+                raise ValueError(f"{info.name} is cut off: {info.size:,} bytes are declared, {left:,} are there")
+            file = folder / info.name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            sums[info.name] = _copy_member(source, file, info.size)
+            padding = source.read(-info.size % BLOCK)
+            if padding != bytes(-info.size % BLOCK):
+                raise ValueError(f"there is something behind {info.name}")
+            left -= info.size + len(padding)
+        if source.read(2 * BLOCK) != bytes(BLOCK):
+            raise ValueError("its end is cut off, or there is something behind it")
+    stated = sums.pop(SUMS, None)
+    if stated is None:
+        raise ValueError(f"it has no {SUMS}")
+    lines = dict(reversed(line.split("  ", 1)) for line in _text(folder / SUMS).decode("ascii").splitlines())
+    if wrong := sorted(name for name in sums.keys() | lines.keys() if sums.get(name) != lines.get(name)):
+        raise ValueError(f"the checksum of {wrong[0]} is wrong")
+
+
+def _copy_member(source: BinaryIO, file: Path, size: int) -> str:
+    """Copy the next `size` bytes of an archive to a new file, and return their SHA-256."""
+    digest = hashlib.sha256()
+    with file.open("xb") as out:
+        while size:
+            block = source.read(min(size, READ_SIZE))
+            if not block:
+                raise ValueError(f"{file.name} is cut off")
+            digest.update(block)
+            out.write(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+def _text(file: Path) -> bytes:
+    """Return the content of a small member. Raises ValueError if it is missing or too large."""
+    if not file.is_file():
+        raise ValueError(f"it has no {file.name}")
+    if (size := file.stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"{file.name} has {size:,} bytes, expected at most {LARGEST_TEXT:,}")
+    return file.read_bytes()
+
+
+def _check_members(head: BundleHead, folder: Path) -> None:
+    """Check that a head fits the other members. Raises ValueError if it does not."""
+    if not 0 <= head.first <= head.step:
+        raise ValueError(f"its steps go from {head.first} to {head.step}")
+    if head.threads < 1 or head.threads > 4096:
+        raise ValueError(f"it was made with {head.threads} threads")
+    count = head.step + 1 - head.first
+    # The number of batches comes first: a head may claim more steps than would fit into memory as a range of paths.
+    found = {file.name for file in (folder / BATCHES).glob("*")}
+    if len(found) != count or len(head.replayed) != count:
+        raise ValueError(f"it has {len(found)} batches and {len(head.replayed)} rows, expected {count} of each")
+    if missing := {batch_file(folder, step).name for step in range(head.first, head.step + 1)} - found:
+        raise ValueError(f"it has no {BATCHES}/{min(missing)}")
+    if (head.manifest is None) == (folder / STATE).is_file():
+        raise ValueError(f"{STATE} does not fit {HEAD}")
+    if head.manifest is not None and head.manifest.version != head.first:
+        raise ValueError(f"its state is that of version {head.manifest.version}, and not of version {head.first}")
+    if head.weights != any((folder / MODEL).glob("*.safetensors")):
+        raise ValueError(f"the weights in {MODEL}/ do not fit {HEAD}")
+    _text(folder / METRICS)
+
+
+def _check_batch(folder: Path, step: int) -> None:
+    """Check a recorded batch before it is trained. Raises ValueError or RecordingError if it is inconsistent.
+
+    On a run's own batches the hub has made these checks when it got the samples.
+    """
+    file = batch_file(folder, step)
+    left = file.stat().st_size
+    with file.open("rb") as source:
+        # A record's length is compared with the size of the file before `read_batch` reserves memory for it.
+        while header := source.read(HEADER.size):
+            left -= HEADER.size + (length := HEADER.unpack(header)[0] if len(header) == HEADER.size else 0)
+            if left < 0:
+                raise ValueError(f"a record of {file.name} is cut off")
+            source.seek(length, os.SEEK_CUR)
+    batch = read_batch(folder, step)
+    if not batch.trajectories or (batch.rounds and (min(batch.rounds) < 1 or sum(batch.rounds) != len(batch.trajectories))):
+        raise ValueError(f"{file.name} has {len(batch.trajectories)} samples in rounds of {batch.rounds}")
+    for trajectory in batch.trajectories:
+        if (fault := trajectory_fault(trajectory, step)) is not None:
+            raise ValueError(f"{file.name} has a sample with {fault}")
+
+
+def _place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bundle:
+    """Return the bundle whose members are in a folder, and write its configuration, with paths of here, to `file`.
+
+    Raises:
+        ValueError: the configuration names a model or a folder outside of the bundle.
+        ConfigError: `model` is given for a bundle with weights, or missing for one without.
+    """
+    replace = msgspec.structs.replace
+    _text(folder / CONFIG)
+    try:
+        # Unchecked, because the checks would import the objective's module.
+        config = load_recorded([folder / CONFIG], checked=False)
+    except ConfigError as error:
+        raise ValueError(f"{CONFIG}: {error}") from error
+    kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
+    named = {
+        MODEL: config.model.path,
+        REFERENCE: kl and kl.reference,
+        TEACHER: teacher and teacher.path,
+        CRITIC: critic and critic.path,
+    }
+    for name, path in named.items():
+        if path not in (name, None) or (path is not None and not (folder / name / MODEL_CONFIG).is_file()):
+            raise ValueError(f"{CONFIG} names the model {path}, expected the folder {name}/ of the bundle")
+    if config.env.folders or config.model.trust_remote_code or config.model.fetch is not None or config.tiny_model:
+        raise ValueError(f"{CONFIG} asks for code or models from outside of the bundle")
+    here = any((folder / MODEL).glob("*.safetensors"))
+    if here == (model is not None):
+        raise ConfigError(
+            f"--model {model}: the bundle holds the weights itself; leave --model out"
+            if here
+            else f"the bundle has no weights: name the folder of the model with --model FOLDER; expected {head.origin}"
+        )
+    placed = replace(
+        config,
+        model=replace(config.model, path=str((model or folder / MODEL).absolute())),
+        critic=critic and replace(critic, path=critic.path and str(folder / CRITIC)),
+        algorithm=replace(
+            config.algorithm,
+            kl=kl and replace(kl, reference=kl.reference and str(folder / REFERENCE)),
+            teacher=teacher and replace(teacher, path=teacher.path and str(folder / TEACHER)),
+        ),
+    )
+    file.write_text(dump(placed), encoding="utf-8")
+    return Bundle(head, folder, file, config.algorithm.objective, read_rows(folder / METRICS, MetricRow))
+
+
+def _check_architecture(described: Path, model: Path) -> None:
+    """Compare the description of a model in a bundle with that of the folder that the user has named.
+
+    The weights are compared later, when they are loaded. Equal weights with another description, such as another base
+    of the rotary embedding, would give other results.
+
+    Raises:
+        ConfigError: a key differs.
+    """
+    from transformers import AutoConfig
+
+    if not (model / MODEL_CONFIG).is_file():
+        raise ConfigError(f"--model {model}: expected the folder of a Hugging Face model; it has no {MODEL_CONFIG}")
+    try:
+        ours, theirs = (
+            AutoConfig.from_pretrained(one, local_files_only=True, trust_remote_code=False).to_dict()
+            for one in (described, model)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {model}: its {MODEL_CONFIG} cannot be read: {error}") from error
+    ignored = {*NAMES_OF_PATHS, "dtype", "torch_dtype", "transformers_version", "architectures"}
+    for key in sorted((ours.keys() | theirs.keys()) - ignored):
+        if ours.get(key) != theirs.get(key):
+            raise ConfigError(
+                f"--model {model}: it is another model than the bundle's: {key} is {theirs.get(key)!r} in its "
+                f"{MODEL_CONFIG}, expected {ours.get(key)!r}"
+            )
