@@ -83,7 +83,11 @@ def add_bundle(commands: CommandParsers) -> argparse.ArgumentParser:
         help="Step to bundle, with the steps between the newest checkpoint before it and this one.",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="File to write. Default: NAME-step-N.flash, with the run's name."
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="File to write. Default: NAME-step-N.flash, with the run's name.",
     )
     parser.add_argument(
         "--without-weights",
@@ -225,7 +229,9 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> None:
     files, overrides = split_arguments([str(bundle.config), *arguments.config])
     named = given(files[1:], overrides)
     if "model.path" in named:
-        raise ConfigError("model.path: expected the bundle's model; --model names a folder for a bundle without weights")
+        raise ConfigError(
+            "model.path: expected the bundle's model; --model names a folder for a bundle without weights"
+        )
     config = load_recorded(files, overrides, checked=False)
     if config.algorithm.objective == bundle.objective and runs_foreign_code(bundle.objective):
         _admit_code(arguments, bundle)
@@ -369,9 +375,7 @@ class _Output:
             )
 
 
-def _replay(
-    arguments: argparse.Namespace, config: Config, planned: ReplayPlan, batches: Path, output: _Output
-) -> None:
+def _replay(arguments: argparse.Namespace, config: Config, planned: ReplayPlan, batches: Path, output: _Output) -> None:
     """Train the planned steps, and print and export the results."""
     replay(
         config,

@@ -46,7 +46,7 @@ from flash.config.machine import count_gpus
 from flash.config.models import is_hub_id
 from flash.config.objects import own_folders
 from flash.config.tree import ClusterConfig, Config, EnvConfig, ModelConfig, ParallelConfig, RunConfig
-from flash.errors import CheckpointError, ConfigError, RecordingError
+from flash.errors import ConfigError, RecordingError
 from flash.hub.gate import trajectory_fault
 from flash.observe.rundir.recording import HEADER, batch_file, read_batch
 from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file, read_rows, writing
@@ -93,6 +93,8 @@ LARGEST_TEXT = 1 << 26
 """Largest size of a text member that is read into memory, in bytes."""
 NAMES_OF_PATHS = ("_name_or_path", "name_or_path")
 """Keys with which transformers records the folder of a model."""
+CODE_OF_MODELS = ("auto_map", "attn_implementation", "experts_implementation")
+"""Keys of a model's description, without leading underscores, that can name code outside of transformers."""
 LEFT_OUT = "http://left-out"
 """Address in place of that of a teacher's server, whose log-probs are part of the recorded samples."""
 SHIPPED = "algorithms"
@@ -492,7 +494,9 @@ def _forget_paths(folder: Path) -> None:
         kept = {
             key: value
             for key, value in described.items()
-            if key not in NAMES_OF_PATHS and not (isinstance(value, str) and len(value) > 1 and os.path.isabs(value))
+            if key not in NAMES_OF_PATHS
+            and not key.strip("_").startswith(CODE_OF_MODELS)
+            and not (isinstance(value, str) and len(value) > 1 and os.path.isabs(value))
         }
         file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -513,10 +517,7 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
     with aside.open("wb") as out:
 
         def add(name: str, size: int, source: BinaryIO | None, text: bytes = b"") -> str:
-            # A fresh TarInfo names no user, group or time.
-            info = tarfile.TarInfo(name)
-            info.size = size
-            out.write(info.tobuf(tarfile.GNU_FORMAT, "ascii", "strict"))
+            out.write(_header(name, size))
             digest = hashlib.sha256(text)
             out.write(text)
             while source is not None and (block := source.read(READ_SIZE)):
@@ -538,6 +539,13 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
         os.fsync(out.fileno())
     aside.replace(output)
     return [Part(name, size) for name, size in parts.items()]
+
+
+def _header(name: str, size: int) -> bytes:
+    """Return the header of a member of an archive. A fresh TarInfo names no user, group or time."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
 
 
 @contextmanager
@@ -613,7 +621,8 @@ def _unpack(path: Path, folder: Path) -> None:
                 info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
             except (tarfile.HeaderError, UnicodeDecodeError) as error:
                 raise ValueError(f"the header of a member is unreadable ({error})") from error
-            if info.type != tarfile.REGTYPE or not MEMBER.fullmatch(info.name):
+            # A header that differs in any byte from ours may be a link, a device or an extension.
+            if not MEMBER.fullmatch(info.name) or header != _header(info.name, info.size):
                 raise ValueError(f"it has the member {info.name!r}, which no bundle has")
             if info.name in sums:
                 raise ValueError(f"it has {info.name} twice")
@@ -631,7 +640,8 @@ def _unpack(path: Path, folder: Path) -> None:
     stated = sums.pop(SUMS, None)
     if stated is None:
         raise ValueError(f"it has no {SUMS}")
-    lines = dict(reversed(line.split("  ", 1)) for line in _text(folder / SUMS).decode("ascii").splitlines())
+    pairs = (line.split("  ", 1) for line in _text(folder / SUMS).decode("ascii").splitlines())
+    lines = {name: digest for digest, name in pairs}
     if wrong := sorted(name for name in sums.keys() | lines.keys() if sums.get(name) != lines.get(name)):
         raise ValueError(f"the checksum of {wrong[0]} is wrong")
 
@@ -679,6 +689,14 @@ def _check_members(head: BundleHead, folder: Path) -> None:
     if head.weights != any((folder / MODEL).glob("*.safetensors")):
         raise ValueError(f"the weights in {MODEL}/ do not fit {HEAD}")
     _text(folder / METRICS)
+    for file in folder.glob(f"*/{MODEL_CONFIG}"):
+        json.loads(_text(file), object_hook=_refuse_code)
+
+
+def _refuse_code(described: dict[str, Any]) -> None:
+    """Raise ValueError if a table of a model's description names code, which transformers might fetch and run."""
+    if found := sorted(key for key in described if key.strip("_").startswith(CODE_OF_MODELS)):
+        raise ValueError(f"the {MODEL_CONFIG} of a model asks for code, with {found[0]}")
 
 
 def _check_batch(folder: Path, step: int) -> None:
@@ -696,7 +714,9 @@ def _check_batch(folder: Path, step: int) -> None:
                 raise ValueError(f"a record of {file.name} is cut off")
             source.seek(length, os.SEEK_CUR)
     batch = read_batch(folder, step)
-    if not batch.trajectories or (batch.rounds and (min(batch.rounds) < 1 or sum(batch.rounds) != len(batch.trajectories))):
+    if not batch.trajectories or (
+        batch.rounds and (min(batch.rounds) < 1 or sum(batch.rounds) != len(batch.trajectories))
+    ):
         raise ValueError(f"{file.name} has {len(batch.trajectories)} samples in rounds of {batch.rounds}")
     for trajectory in batch.trajectories:
         if (fault := trajectory_fault(trajectory, step)) is not None:

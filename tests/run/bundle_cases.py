@@ -36,7 +36,7 @@ def model_at(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def config_of(folder: Path, model: Path, **tables: dict[str, Any]) -> Config:
+def config_of(folder: Path, model: Path, /, **tables: dict[str, Any]) -> Config:
     """Return the configuration of a run whose environment is not there, so that nothing can import it."""
     defaults = {"run": {"name": "run", "output_dir": str(folder)}, "env": {"path": "no_such_module:Environment"}}
     merged = {name: defaults.get(name, {}) | tables.get(name, {}) for name in defaults | tables}

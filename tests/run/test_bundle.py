@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from flash.cli.main import main
 from flash.config.load import dump
 from flash.errors import ConfigError, FlashError, RecordingError
-from flash.run.bundle import BundleHead, make_bundle, open_bundle
-from flash.run.replay import plan_step
 from flash.observe.rundir.recording import append_frame, read_frames
 from flash.observe.rundir.rundir import RunDirectory
+from flash.run.bundle import BundleHead, make_bundle, open_bundle
+from flash.run.replay import plan_step
 from flash.trainer.checkpoint_files import step_folder
 from tests.run.bundle_cases import (
     add,
@@ -74,7 +74,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder, kept = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("kept")
     model = model_at(folder / "model")
     (model / ".env").write_text("TOKEN=SECRET-file")
@@ -90,7 +90,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         command("bundle", run, "--step", 3, "-o", light, "--without-weights")
     batch = (run / "batches" / "step-000003.bin").read_bytes()
     shutil.rmtree(folder)
-    yield Made(whole, light, folder, batch, told)
+    return Made(whole, light, folder, batch, told)
 
 
 def command(*words: object, code: int = 0) -> str:
@@ -196,7 +196,7 @@ def test_a_bundle_without_weights_takes_them_from_a_folder_that_has_the_same(mad
     assert "it has no config.json" in command("replay", made.light, "--model", tmp_path, code=2)
 
 
-OWN = '''
+OWN = """
 from my_own.factor import FACTOR
 from algorithms.base import Objective, ObjectiveOutput
 
@@ -205,7 +205,7 @@ class Scaled(Objective, frozen=True):
 
     def __call__(self, tokens):
         return ObjectiveOutput(-FACTOR * tokens.advantage_T * tokens.logp_T, {})
-'''
+"""
 
 
 def test_code_of_a_bundle_runs_only_if_it_is_trusted(
@@ -466,6 +466,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, bytes]], None], str]] = {
     "code of a model": (in_config("trust_remote_code = false", "trust_remote_code = true"), "code or models from"),
     "a model of the hub": (in_config('path = "model"', 'path = "owner/name"'), "names the model owner/name"),
     "a folder of this machine": (in_config('path = "model"', 'path = "/etc"'), "names the model /etc"),
+    "attention from the hub": (
+        lambda members: members.update(
+            {"model/config.json": b'{"text_config": {"_attn_implementation": "owner/name"}}'}
+        ),
+        "asks for code, with _attn_implementation",
+    ),
     "an unknown setting": (in_config("[run]", "[run]\nunknown = 1"), "`run.unknown`"),
     "a config that is no text": (lambda members: members.update({"config.toml": b"\xff"}), "not UTF-8"),
     "no head": (without("bundle.json"), "it has no bundle.json"),
