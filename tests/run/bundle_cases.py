@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from flash.config.load import dump
 from flash.config.tree import Config
+from flash.foreign.torch import private_store
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import one_rank
 from flash.samples.batches import split_into_shards
@@ -93,7 +94,7 @@ def no_group() -> Generator[None]:
     yield
     assert not dist.is_initialized()
     if grouped:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=private_store(), rank=0, world_size=1)
 
 
 def members_of(bundle: Path) -> dict[str, bytes]:
