@@ -38,13 +38,12 @@ from flash.run.bundle import (
     Bundle,
     MetricRow,
     build_of,
-    make_bundle,
     metric_row,
     on_this_machine,
     open_bundle,
-    own_sources,
     runs_foreign_code,
 )
+from flash.run.bundling import make_bundle, own_sources
 from flash.run.models import hugging_face_fault, make_fetched
 from flash.run.replay import Comparison, ReplayPlan, plan, plan_step, refuse_idle, replay
 from flash.text import one_line

@@ -1,6 +1,6 @@
 """Bundles: one file with recorded steps of a run and everything that training them again needs, on any machine.
 
-`flash bundle` calls `make_bundle`, and `flash replay` calls `open_bundle`. A bundle is a plain tar archive:
+`flash.run.bundling` makes bundles, and `flash replay` calls `open_bundle`. A bundle is a plain tar archive:
 
     bundle.json         `BundleHead`: steps, versions of packages, fingerprints of weights before and after the steps
     config.toml         the settings that a replay uses, and no others
@@ -12,8 +12,7 @@
     code/               the user's own modules that the objective consists of
     SHA256SUMS          checksum of each other member, for `sha256sum --check`
 
-Each step is trained once while a bundle is made, from the content of the bundle alone. So the weights after the steps
-are known even if the run has no checkpoint of them, and a bundle that exists can be replayed.
+The steps were trained once from these members alone while the bundle was made, so their result is known.
 
 A bundle may come from anybody. Reading one unpickles nothing and imports nothing from it, accepts only regular files
 with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only if told to.
@@ -21,7 +20,6 @@ with the names above, and checks all sizes before it uses them. `flash replay` r
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib.metadata
 import json
@@ -30,45 +28,25 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tarfile
 import tempfile
-import warnings
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
 from flash.config.load import dump, load_recorded
 from flash.config.machine import count_gpus
-from flash.config.models import is_hub_id
-from flash.config.objects import own_folders
-from flash.config.tree import ClusterConfig, Config, EnvConfig, ModelConfig, ParallelConfig, RunConfig
+from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
 from flash.hub.gate import trajectory_fault
 from flash.observe.rundir.recording import HEADER, batch_file, read_batch
-from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file, read_rows, writing
+from flash.observe.rundir.rundir import NO_ROW, open_regular_file, read_rows, writing
 from flash.run.fetch import MODEL_CONFIG
-from flash.run.replay import (
-    BundledStart,
-    Comparison,
-    RecordedWeights,
-    ReplayPlan,
-    TensorRecord,
-    one_rank,
-    record_tensors,
-    replay,
-    threads_of,
-    weights_of,
-)
+from flash.run.replay import BundledStart, RecordedWeights, ReplayPlan, TensorRecord
 from flash.trainer.checkpoint_files import READ_SIZE, Manifest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from flash.trainer.step import Trainer
 
 FORMAT = 1
 """Version of the format. Increase it when an older Flash could misread a newer bundle."""
@@ -95,8 +73,6 @@ NAMES_OF_PATHS = ("_name_or_path", "name_or_path")
 """Keys with which transformers records the folder of a model."""
 CODE_OF_MODELS = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of a model's description, without leading underscores, that can name code outside of transformers."""
-LEFT_OUT = "http://left-out"
-"""Address in place of that of a teacher's server, whose log-probs are part of the recorded samples."""
 SHIPPED = "algorithms"
 """Package of the objectives that are part of Flash."""
 PACKAGES = ("flash-rl", "torch", "transformers", "safetensors", "numpy", "msgspec", "peft")
@@ -170,15 +146,6 @@ class Bundle(NamedTuple):
         return ReplayPlan(head.first, head.step + 1, None, {}, bundled=start)
 
 
-class Part(NamedTuple):
-    """Part of a bundle, for the list of sizes."""
-
-    name: str
-    """Name of the file or, with a slash at the end, of the folder."""
-    size: int
-    """Size in bytes."""
-
-
 def build_of(config: Config) -> dict[str, str]:
     """Return what a replay with this configuration runs on here: versions of packages, processor and device.
 
@@ -209,353 +176,17 @@ def runs_foreign_code(objective: str) -> bool:
     return ":" in objective and objective.partition(":")[0].partition(".")[0] != SHIPPED
 
 
-def own_sources(objective: str, imported: Collection[str]) -> dict[str, Path]:
-    """Return the source files of the user's own modules that an objective consists of, by their names in a bundle.
-
-    These are the objective's module, the packages around it, and modules that it has imported. Installed packages and
-    Flash are left out: whoever replays the bundle installs them.
-
-    Args:
-        objective: value of `algorithm.objective`.
-        imported: names of the modules that were imported for it.
-
-    Raises:
-        ConfigError: a file cannot be carried, because of its name.
-    """
-    if not runs_foreign_code(objective):
-        return {}
-    parts = objective.partition(":")[0].split(".")
-    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    folders = [Path(folder).resolve() for folder in own_folders()]
-    found: dict[str, Path] = {}
-    for name in sorted({*around, *imported}):
-        source = getattr(sys.modules.get(name), "__file__", None)
-        if source is None or name.partition(".")[0] in ("flash", "envs", SHIPPED):
-            continue
-        path = "/".join([CODE, *name.split(".")]) + ("/__init__.py" if Path(source).stem == "__init__" else ".py")
-        file = Path(source).resolve()
-        relative = Path(*Path(path).parts[1:])
-        # A module is the user's own if it lies in an own folder at the place that its name says. An installed package
-        # below such a folder, for example in a virtual environment, lies elsewhere.
-        if any(folder / relative == file for folder in folders):
-            if not MEMBER.fullmatch(path) or len(path) > LONGEST_NAME:
-                raise ConfigError(
-                    f"algorithm.objective: the module {name} cannot be put into a bundle: expected a name of ASCII "
-                    f"letters, digits and _ of at most {LONGEST_NAME} characters with its packages; rename it"
-                )
-            found[path] = file
-    return found
-
-
-# -- making a bundle ---------------------------------------------------------------------------------------------------
-
-
-def make_bundle(
-    directory: RunDirectory,
-    config: Config,
-    planned: ReplayPlan,
-    output: Path,
-    *,
-    with_weights: bool,
-    code: Mapping[str, Path],
-    on_step: Callable[[dict[str, float]], None],
-    on_comparison: Callable[[Comparison], None],
-) -> list[Part]:
-    """Write a bundle of the steps of a plan, completely or not at all, and return its parts.
-
-    The steps are trained once, from the parts alone, before the file appears.
-
-    Args:
-        directory: directory of the run.
-        config: configuration of the run.
-        planned: the steps, from `flash.run.replay.plan_step`.
-        output: file to write; an earlier file of this name is replaced.
-        with_weights: False leaves out the weights of `model/`.
-        code: source files of the objective, from `own_sources`.
-        on_step: called with the metrics of each replayed step.
-        on_comparison: called with the difference of the replayed weights to those of the run, if it has kept them.
-
-    Raises:
-        FlashError: a model, checkpoint or batch cannot be read, the replay fails, or the file cannot be written.
-    """
-    if config.model.trust_remote_code:
-        raise ConfigError(
-            "model.trust_remote_code: the model consists of Python code that comes with it, which a bundle does not "
-            "hold; expected false. Share the run's folder instead, for `flash replay RUN_DIR`"
-        )
-    used = on_this_machine(config)
-    with (
-        writing(output),
-        tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.absolute().parent) as scratch,
-    ):
-        folder = Path(scratch) / "members"
-        (folder / BATCHES).mkdir(parents=True)
-        steps = range(planned.first, planned.last)
-        for step in steps:
-            shutil.copyfile(batch_file(directory.batches, step), batch_file(folder / BATCHES, step))
-        for name, source in code.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, folder / name)
-        rows = {row.get("step"): row for row in directory.read_metrics()}
-        kept = [metric_row(rows[step]) for step in steps if step in rows]
-        (folder / METRICS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-        with _quiet():
-            start = _write_models(used, planned, folder)
-        (folder / CONFIG).write_text(dump(_carried(config, folder)), encoding="utf-8")
-        head = BundleHead(
-            format=FORMAT,
-            run=config.run.name,
-            first=planned.first,
-            step=planned.last - 1,
-            ranks=config.trainer_world_size,
-            threads=threads_of(used),
-            build=build_of(used),
-            weights=with_weights,
-            origin=_origin(config, planned),
-            start=start.tensors,
-            manifest=start.manifest,
-            results=[] if start.result is None else [start.result],
-            replayed=[],
-        )
-        replayed: list[MetricRow] = []
-        records: list[TensorRecord] = []
-
-        def keep_step(row: dict[str, float]) -> None:
-            replayed.append(metric_row(row))
-            on_step(row)
-
-        bundle = _place(head, folder, Path(scratch) / CONFIG, None)
-        replay(
-            on_this_machine(load_recorded([bundle.config])),
-            bundle.planned,
-            folder=bundle.batches,
-            on_step=keep_step,
-            on_comparison=on_comparison,
-            on_end=records.extend,
-        )
-        again = RecordedWeights(planned.last, "those of the replay that made the bundle", records)
-        head = msgspec.structs.replace(head, results=[*head.results, again], replayed=replayed)
-        (folder / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1) + b"\n")
-        if not with_weights:
-            for file in (folder / MODEL).glob("*.safetensors*"):
-                file.unlink()
-        return _write_tar(folder, Path(scratch) / "bundle.tar", output)
-
-
-class _Start(NamedTuple):
-    """Beginning of a bundle's steps, which `_write_models` has written."""
-
-    tensors: list[TensorRecord]
-    """All parameters of the policy."""
-    manifest: Manifest | None
-    """Numbers of the trainer; None at version 0."""
-    result: RecordedWeights | None
-    """Weights of the run after the last step; None if it has no checkpoint of them."""
-
-
-def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
-    """Write the policy at the first version, the trainer's state and all other models to the folder of a bundle.
-
-    A trainer is made for it as for a replay of the run, and is gone when this returns.
-    """
-    from flash.rollout.episode.tokenizer import HfTokenizer
-    from flash.trainer import checkpoint
-    from flash.trainer.model.model import load_model
-    from flash.trainer.step import Trainer
-
-    def save(path: str, name: str) -> PreTrainedModel:
-        # Models are read and written again, and not copied: so hub ids, pickled weights and all other forms become
-        # the same few files, and nothing else in the folder of a model can get into the bundle.
-        model = load_model(msgspec.structs.replace(config.model, path=path))
-        model.save_pretrained(folder / name)
-        return model
-
-    tokenizer = HfTokenizer(config.model).inner
-    whole = planned.checkpoint is not None and config.lora is None
-    if not whole:
-        save(config.model.path, MODEL)
-        tokenizer.save_pretrained(folder / MODEL)
-    for name, path in _other_models(config, whole=whole).items():
-        save(path, name)
-    with one_rank(config):
-        trainer: Trainer = Trainer(msgspec.structs.replace(config, parallel=ParallelConfig()))
-        manifest: Manifest | None = None
-        if planned.checkpoint is not None:
-            checkpoint.load(planned.checkpoint, trainer)
-            manifest = checkpoint.write_state(folder / STATE, trainer)
-        if whole:
-            checkpoint.export_hf(trainer.model, tokenizer, folder / MODEL)
-        tensors = record_tensors(weights_of(trainer, frozen=True))
-        result: RecordedWeights | None = None
-        if (path := planned.compared.get(planned.last)) is not None:
-            before = weights_of(trainer)
-            held = checkpoint.read_weights(path, trainer)
-            theirs = record_tensors({name: held[name] for name in before}, before)
-            result = RecordedWeights(planned.last, f"the run's (checkpoint {path.name})", theirs)
-        del trainer
-        gc.collect()  # reference cycles of FSDP hold the model, and the replay makes another one
-    for name in (MODEL, CRITIC, REFERENCE, TEACHER):
-        if (folder / name).is_dir():
-            _shrink(folder / name)
-            _forget_paths(folder / name)
-    return _Start(tensors, manifest, result)
-
-
-def _other_models(config: Config, *, whole: bool) -> dict[str, str]:
-    """Return the models beside the policy that the trainer loads, by the names of their folders in a bundle.
-
-    `whole` is True if `model/` holds the policy of a later version. Then the model with which the run began, which is
-    the reference of a KL by default, is needed, too.
-    """
-    kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
-    found = {
-        CRITIC: None if critic is None else critic.path,
-        REFERENCE: None if kl is None else kl.reference or (config.model.path if whole else None),
-        TEACHER: None if teacher is None else teacher.path,
-    }
-    # With adapters the base is the reference, without a second copy in memory.
-    if config.lora is not None and found[REFERENCE] == config.model.path:
-        found[REFERENCE] = None
-    return {name: path for name, path in found.items() if path is not None}
-
-
-def _carried(config: Config, folder: Path) -> Config:
-    """Return the configuration that a bundle holds: the settings that a replay uses, and defaults otherwise.
-
-    Settings are chosen, rather than secrets removed: options of environments, addresses, commands and paths stay away
-    because nothing here copies them. Models get the names of their folders in the bundle.
-    """
-    replace = msgspec.structs.replace
-
-    def name(one: str) -> str | None:
-        return one if (folder / one).is_dir() else None
-
-    algorithm, kl, teacher, critic = config.algorithm, config.algorithm.kl, config.algorithm.teacher, config.critic
-    if teacher is not None:
-        teacher = replace(teacher, path=name(TEACHER), url=None if teacher.url is None else LEFT_OUT)
-    model = config.model
-    return Config(
-        run=RunConfig(name=config.run.name, seed=config.run.seed, steps=config.run.steps, log_samples=0),
-        model=ModelConfig(path=MODEL, dtype=model.dtype, head_dtype=model.head_dtype, max_length=model.max_length),
-        env=EnvConfig(path=""),
-        rollout=config.rollout,
-        train=replace(config.train, profile=""),
-        lora=config.lora,
-        algorithm=replace(algorithm, kl=kl and replace(kl, reference=name(REFERENCE)), teacher=teacher),
-        critic=critic and replace(critic, path=name(CRITIC), tiny_layers=None),
-        cluster=ClusterConfig(
-            gpus_per_node=config.gpus_per_node,
-            trainer_ranks=config.cluster.trainer_ranks,
-            trainer_nodes=config.cluster.trainer_nodes,
-        ),
-        parallel=config.parallel,
-    )
-
-
-def _origin(config: Config, planned: ReplayPlan) -> str:
-    """Return where the weights of `model/` can be found, as a noun phrase without a path of this machine."""
-    path, source = config.model.path, config.model.fetch
-    if planned.checkpoint is not None and config.lora is None:
-        name = f"{config.run.name}/checkpoints/{planned.checkpoint.name}"
-        return f"version {planned.first} of the run, which `flash export {name} FOLDER --dtype float32` writes"
-    if is_hub_id(path):
-        return f"{path} of the Hugging Face hub"
-    fetched = "" if source is None else f", made from {Path(source).name}"
-    return f"the model {Path(path).name}{fetched}, with which the run {config.run.name} began"
-
-
-def _shrink(folder: Path) -> None:
-    """Store tensors of a model folder as bfloat16 or float16 if that changes no bit of their float32 values.
-
-    Models are read in float32. Weights that were stored in 16 bits would otherwise take twice their size.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    for file in folder.glob("*.safetensors"):
-        tensors, changed = load_file(file), False
-        for name, tensor in tensors.items():
-            for dtype in (torch.bfloat16, torch.float16) if tensor.dtype == torch.float32 else ():
-                small = tensor.to(dtype)
-                if torch.equal(small.float().view(torch.int32), tensor.view(torch.int32)):
-                    tensors[name], changed = small, True
-                    break
-        if changed:
-            # The tensors that stay as they are may be mapped from `file`, so it must not be overwritten.
-            aside = file.with_suffix(".tmp")
-            save_file(tensors, aside, metadata={"format": "pt"})
-            aside.replace(file)
-
-
-def _forget_paths(folder: Path) -> None:
-    """Remove paths of this machine from the JSON files in which transformers describes a model and its tokenizer."""
-    for file in folder.glob("*config.json"):
-        described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        kept = {
-            key: value
-            for key, value in described.items()
-            if key not in NAMES_OF_PATHS
-            and not key.strip("_").startswith(CODE_OF_MODELS)
-            and not (isinstance(value, str) and len(value) > 1 and os.path.isabs(value))
-        }
-        file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def metric_row(row: Mapping[str, Any]) -> MetricRow:
     """Return the numbers of a row of metrics. A number that is not finite is None, because JSON cannot hold it."""
     numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
     return {name: None if value is None or not math.isfinite(value) else value for name, value in numbers.items()}
 
 
-def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
-    """Write the members in a folder as a tar archive, and rename it to `output`. Return the parts with their sizes."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    # The head comes first, so that `tar` shows it at once.
-    names = sorted((str(file.relative_to(folder)) for file in files), key=lambda name: (name != HEAD, name))
-    parts: dict[str, int] = {}
-    sums = ""
-    with aside.open("wb") as out:
-
-        def add(name: str, size: int, source: BinaryIO | None, text: bytes = b"") -> str:
-            out.write(_header(name, size))
-            digest = hashlib.sha256(text)
-            out.write(text)
-            while source is not None and (block := source.read(READ_SIZE)):
-                digest.update(block)
-                out.write(block)
-            out.write(bytes(-size % BLOCK))
-            top, slash, _ = name.partition("/")
-            parts[top + slash] = parts.get(top + slash, 0) + size
-            return digest.hexdigest()
-
-        for name in names:
-            # transformers may write other files for some tokenizers, which no replay reads.
-            if MEMBER.fullmatch(name) and len(name) <= LONGEST_NAME:
-                with (folder / name).open("rb") as source:
-                    sums += f"{add(name, (folder / name).stat().st_size, source)}  {name}\n"
-        add(SUMS, len(sums), None, sums.encode("ascii"))
-        out.write(bytes(2 * BLOCK))
-        out.flush()
-        os.fsync(out.fileno())
-    aside.replace(output)
-    return [Part(name, size) for name, size in parts.items()]
-
-
-def _header(name: str, size: int) -> bytes:
+def tar_header(name: str, size: int) -> bytes:
     """Return the header of a member of an archive. A fresh TarInfo names no user, group or time."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Hide progress bars and warnings of transformers about models that are only read and written."""
-    from flash.foreign.transformers import hidden_progress_bars
-
-    with hidden_progress_bars(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 # -- reading a bundle --------------------------------------------------------------------------------------------------
@@ -588,7 +219,7 @@ def open_bundle(path: Path, model: Path | None = None) -> Generator[Bundle]:
                 _unpack(path, folder)
             head = msgspec.json.decode(_text(folder / HEAD), type=BundleHead)
             _check_members(head, folder)
-            bundle = _place(head, folder, Path(scratch) / CONFIG, model)
+            bundle = place(head, folder, Path(scratch) / CONFIG, model)
             for step in range(head.first, head.step + 1):
                 _check_batch(folder / BATCHES, step)
         except (*NO_ROW, ValueError, RecordingError) as error:
@@ -622,7 +253,7 @@ def _unpack(path: Path, folder: Path) -> None:
             except (tarfile.HeaderError, UnicodeDecodeError) as error:
                 raise ValueError(f"the header of a member is unreadable ({error})") from error
             # A header that differs in any byte from ours may be a link, a device or an extension.
-            if not MEMBER.fullmatch(info.name) or header != _header(info.name, info.size):
+            if not MEMBER.fullmatch(info.name) or header != tar_header(info.name, info.size):
                 raise ValueError(f"it has the member {info.name!r}, which no bundle has")
             if info.name in sums:
                 raise ValueError(f"it has {info.name} twice")
@@ -723,7 +354,7 @@ def _check_batch(folder: Path, step: int) -> None:
             raise ValueError(f"{file.name} has a sample with {fault}")
 
 
-def _place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bundle:
+def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bundle:
     """Return the bundle whose members are in a folder, and write its configuration, with paths of here, to `file`.
 
     Raises:

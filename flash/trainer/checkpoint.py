@@ -2,7 +2,7 @@
 
 `flash.trainer.loop` calls `save` and `export_hf`; `flash.run.trainer_rank` calls `load` when a run resumes.
 `flash.run.sft_rank` calls all of these for supervised training, and `flash.run.replay` reads checkpoints.
-`flash.run.bundle` calls `write_state`, and `flash.run.replay` calls `load_state`, which know one rank and one file.
+`flash.run.bundling` calls `write_state`, and `flash.run.replay` calls `load_state`, which know one rank and one file.
 
 A checkpoint is written to a temporary folder, whose name begins with `.tmp-`, beside its final folder. It holds:
 - the model, the optimizer and the other tensors that the trainer keeps (critics, the average of the weights).

@@ -28,7 +28,8 @@ from flash.config.load import dump
 from flash.errors import ConfigError, FlashError, RecordingError
 from flash.observe.rundir.recording import append_frame, read_frames
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.bundle import BundleHead, make_bundle, open_bundle
+from flash.run.bundle import BundleHead, open_bundle
+from flash.run.bundling import make_bundle
 from flash.run.replay import plan_step
 from flash.trainer.checkpoint_files import step_folder
 from tests.run.bundle_cases import (
