@@ -1,10 +1,9 @@
 """Making of bundles for `flash bundle`: `flash.run.bundle` describes the file and reads it.
 
-`own_sources` finds the user's code that an objective needs, and `make_bundle` does everything else. It writes the members
-to a temporary folder beside the output, trains the steps from that folder alone, packs the folder, and renames the
-archive. So a bundle appears completely or not at all, and one that appears can be replayed.
-
-Only chosen settings and files are copied. A secret elsewhere in the run or in the folder of a model stays there.
+`own_sources` finds the user's code that an objective needs, and `make_bundle` does everything else. It writes the
+members to a temporary folder beside the output, trains the steps from that folder alone, packs the folder, and renames
+the archive. So a bundle appears completely or not at all, and one that appears can be replayed.  Only chosen settings
+and files are copied. A secret elsewhere in the run or in the folder of a model stays there.
 """
 
 from __future__ import annotations
