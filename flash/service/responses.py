@@ -189,13 +189,16 @@ def answer_items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
 
     `name` is the name of the `Call` in the session, which becomes part of the items' ids.
     """
-    message, status = answer.message, "incomplete" if answer.cut else "completed"
+    message, calls = answer.message, answer.message.tool_calls
+    # A cut takes the end of an answer, so everything before the last item is complete.
+    last = "incomplete" if answer.cut else "completed"
     if message.reasoning:
-        yield reasoning_item(name, message.reasoning, status)
-    if message.content or not message.tool_calls:
-        yield message_item(name, message.content, status)
-    for index, call in enumerate(message.tool_calls):
+        yield reasoning_item(name, message.reasoning, "completed" if message.content or calls else last)
+    if message.content or not calls:
+        yield message_item(name, message.content, "completed" if calls else last)
+    for index, call in enumerate(calls):
         called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        status = "completed" if index + 1 < len(calls) else last
         yield {"type": "function_call", "id": f"fc_{name}_{index}", "status": status, **called}
 
 
@@ -337,7 +340,8 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequ
         earlier: messages of the conversation up to each response of the episode, by the id of the response.
 
     Raises:
-        ApiError: the body is not JSON or not such a request, names another model, or asks for something unsupported.
+        ApiError: the body is not JSON or not such a request, has no input, names another model or an unknown response,
+            or asks for something unsupported.
     """
     parsed = decoded(_decoder, body)
     check_model(parsed.model)
@@ -396,21 +400,22 @@ def _function_tools(requested: Sequence[_ResponsesTool]) -> tuple[Tool, ...]:
 
 
 def _input_messages(items: str | list[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
-    """Return the input of a request as messages. A text is a message of the user.
+    """Return the input of a request as messages, at least one. A text is a message of the user.
 
     `before` holds the messages of the conversation before the input.
 
     Raises:
-        ApiError: there is no item, or an item has the wrong form or an unknown type.
+        ApiError: no item makes a message, or an item has the wrong form, an unknown type or role, or content that is
+            not text.
     """
     if isinstance(items, str):
         return [Message("user", items)]
-    if not items:
-        raise ApiError(400, "There is no input.", None, "input")
     messages = _MessageBuilder(before)
     for index, item in enumerate(items):
         place = f"input[{index}]"
         messages.add(_decode_item(item, place), place)
+    if not messages.made:  # no items, or only reasoning without a text
+        raise ApiError(400, "There is no input.", None, "input")
     return messages.made
 
 

@@ -16,6 +16,7 @@ from flash.types import Message, Piece, ToolCall
 from tests.service.told import told_in
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
+HIDDEN = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 CALLS = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
 SAID = Message("assistant", "two", "hm", CALLS)
 ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
@@ -76,9 +77,8 @@ def test_items_that_other_programs_have_written_down_are_read() -> None:
 
 
 def test_reasoning_without_a_text_makes_no_message() -> None:
-    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     said = {"role": "assistant", "content": "five"}
-    items = [{"role": "user", "content": "one"}, hidden, said, hidden, {"role": "user", "content": "go on"}]
+    items = [{"role": "user", "content": "one"}, HIDDEN, said, HIDDEN, {"role": "user", "content": "go on"}]
     assert wanted(input=items).request.messages == [
         Message("user", "one"),
         Message("assistant", "five"),
@@ -132,6 +132,8 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
         ({"input": []}, "input"),
+        ({"input": [HIDDEN]}, "input"),
+        ({"input": [HIDDEN], "instructions": "be brief"}, "input"),
         ({"input": [{"role": "user", "content": "x"}] * 16_385}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 16_384}]}, "input"),
         (
@@ -158,7 +160,26 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [ANSWER, PolicyAnswer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1)]
+    ("message", "statuses"),
+    [
+        (Message("assistant", "", "hm"), ["incomplete", "incomplete"]),
+        (Message("assistant", "two", "hm"), ["completed", "incomplete"]),
+        (SAID, ["completed", "completed", "completed", "incomplete"]),
+    ],
+)
+def test_only_the_end_of_a_cut_answer_is_incomplete(message: Message, statuses: list[str]) -> None:
+    items = told(PolicyAnswer(message, cut=True, prompt_tokens=7, tokens=3))["output"]
+    assert [item["status"] for item in items] == statuses
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ANSWER,
+        msgspec.structs.replace(ANSWER, cut=True),
+        PolicyAnswer(Message("assistant", "two", "hm"), cut=True, prompt_tokens=1, tokens=1),
+        PolicyAnswer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1),
+    ],
 )
 def test_a_stream_says_the_same_in_events(answer: PolicyAnswer) -> None:
     events = [event.split(b"\ndata: ") for event in told_in(ResponseFormat("1", wanted()), answer).split(b"\n\n")[:-1]]
