@@ -432,7 +432,11 @@ def _repeated_call(alike: Sequence[Call], retry: bool | None) -> Call | None:
     left = [call for call in alike if not call.waiting]
     lost = [call for call in left if not call.delivered]
     if lost:
-        return lost[0]  # Its client left without the answer, so an equal request is taken for its retry.
+        # The client left without the answer, so an equal request is taken for its retry. If several clients have left,
+        # the oldest call comes first: the retry waits for it from now on, so the next retry gets the next call.
+        return lost[0]
+    # All answers were delivered as far as this process knows. A client retries its newest request, so that request has
+    # lost its answer on the way.
     return left[-1] if left and retry else None
 
 
