@@ -346,9 +346,13 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
 
 def _draw_line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = "") -> None:
     """Draw `values` of the steps over `x` (steps or times). From LEAST_SMOOTHED steps on, draw the values pale, with
-    their running mean on top."""
+    their running mean on top. Of fewer steps, a value without a known neighbour is a point."""
     if len(x) < LEAST_SMOOTHED:
-        axes.plot(x, values, color=colour, linewidth=2, label=label)
+        # A line of one value has no length: without a point, nothing would be drawn after the first step of a run.
+        known = np.pad(np.isfinite(values), 1)
+        alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
+        points: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markevery": alone} if alone else {}
+        axes.plot(x, values, color=colour, linewidth=2, label=label, **points)
         return
     axes.plot(x, values, color=colour, linewidth=1, alpha=0.35)
     axes.plot(x, _running_mean(values), color=colour, linewidth=2, label=label)

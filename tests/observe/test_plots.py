@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 
 from flash.observe.plots import (
+    BLUE,
     draw_offpolicy,
     draw_rewards,
     draw_timeline,
@@ -113,6 +116,18 @@ def test_the_offpolicy_plot_draws_the_recorded_numbers_and_the_masks_that_occurr
     assert curves(shares)["masked: too old"] == [1.0] * 3
     assert np.array_equal(policy.get_lines()[0].get_ydata(), [row["entropy"] for row in rows])
     assert np.array_equal(norms.get_lines()[0].get_ydata(), [row["grad_norm"] for row in rows])
+
+
+@pytest.mark.parametrize("known", [[True], [False, True, False], [True, False, True, True]])
+def test_a_value_without_known_neighbours_is_drawn_as_a_point(known: list[bool]) -> None:
+    rows = [metrics_row(step, reward_mean=0.5 if value else None) for step, value in enumerate(known)]
+    figure = draw_rewards(rows, [])
+    assert figure is not None
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    x, y = figure.axes[0].transData.transform((known.index(True), 0.5))
+    image = np.asarray(canvas.buffer_rgba())
+    assert to_hex(image[round(image.shape[0] - y), round(x)] / 255) == BLUE
 
 
 def test_the_timeline_zooms_into_eight_steps_in_the_middle() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.browser import Page, browser
-from tests.observe.sample_rows import eval_row
+from tests.observe.sample_rows import eval_row, metrics_row
 from tests.view.recorded import HOSTILE, append_step, record
 from tests.view.served import served, show
 
@@ -71,6 +71,20 @@ async def test_the_overview_shows_runs_over_each_other_and_goes_on_with_them(tmp
             await page.until(f"{DRAWN} === 14")
             assert await page.value(fits(400))
             assert await page.value(BACKGROUND) == "rgb(29, 33, 37)"
+            assert page.complaints == []
+
+
+async def test_a_value_without_neighbours_is_a_point(tmp_path: Path, chromium: str) -> None:
+    run = record(tmp_path / "run", steps=0)
+    for step in range(4):
+        run.append_metrics(metrics_row(step, entropy=0.5 if step == 1 else None))
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, url)
+            assert await numbers(page, curve("entropy")) == [None, 0.5, None, None]
+            plot = "document.querySelector('[data-chart=entropy] .plot')"
+            widths = f"[...{plot}.querySelectorAll('.point')].map(one => one.getBoundingClientRect().width)"
+            assert [width > 3 for width in await page.value(widths)].count(True) == 1
             assert page.complaints == []
 
 

@@ -121,12 +121,19 @@ function tracesOf(chart, curve, colour, byHours, named) {
   if (chart.of === "evals") return heldOut(base, curve, rows, column, colour);
   const y = column(curve.key), unit = chart.percent ? " %" : "";
   const thin = thinned(x, y);
-  if (x.length < SMOOTH_FROM || !$("smooth").checked) return [{ ...base, ...thin, mode: x.length === 1 ? "markers" : "lines", hovertemplate: `%{y:.4~g}${unit}` }];
+  if (x.length < SMOOTH_FROM || !$("smooth").checked) return [{ ...base, ...thin, ...pointsAlone(thin.y), hovertemplate: `%{y:.4~g}${unit}` }];
   const mean = thinned(x, runningMean(y));
   return [
     { ...base, ...thin, line: { ...line, width: 1 }, opacity: 0.35, hoverinfo: "skip" },
     { ...base, ...mean, customdata: thin.y, hovertemplate: `%{y:.4~g}${unit} (%{customdata:.4~g}${unit})` },
   ];
+}
+
+// A line of one value has no length, so a value without a known neighbour is drawn as a point.
+function pointsAlone(y) {
+  const known = (at) => (y[at] ?? null) !== null;
+  const sizes = y.map((_, at) => (known(at) && !known(at - 1) && !known(at + 1) ? 6 : 0));
+  return sizes.some(Boolean) ? { mode: "lines+markers", marker: { size: sizes } } : { mode: "lines" };
 }
 
 // Evaluations: points with their intervals, or a band of these where there are many.
