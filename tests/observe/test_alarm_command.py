@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from flash.observe.trackers.feed import Feed
 from flash.observe.trackers.receivers import ERROR_BYTES, AlarmCommand
 
 WAIT_S = 30.0
-
+NOBODY = 65534
 
 MISSED = "alarms.command missed 1 of 1: 1 failed, 0 dropped"
 
@@ -22,7 +24,8 @@ def called(command: str, name: str = "stale", text: str = "text", seconds: float
     """Call the command once, and return the messages about the call."""
     feed = Feed(AlarmCommand(command, seconds))
     feed.put("alarm", {"name": name, "text": text})
-    return feed.close(WAIT_S)
+    feed.end(WAIT_S)
+    return feed.close()
 
 
 def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:
@@ -42,7 +45,8 @@ def test_what_goes_wrong_is_told_once_and_counted(words: str, fault: str) -> Non
     feed = Feed(AlarmCommand(words))
     for _ in range(2):
         feed.put("alarm", {"name": "stale", "text": "text"})
-    told, counted = feed.close(WAIT_S)
+    feed.end(WAIT_S)
+    told, counted = feed.close()
     assert told.startswith(fault)
     assert counted == "alarms.command missed 2 of 2: 2 failed, 0 dropped"
 
@@ -64,17 +68,65 @@ def test_at_the_end_of_the_run_it_is_ended_and_alarms_that_wait_are_dropped(tmp_
     feed = Feed(AlarmCommand(f"sh -c 'echo $$ > {tmp_path}/pid; sleep 1000'", 1000.0))
     for _ in range(3):
         feed.put("alarm", {"name": "stale", "text": "text"})
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert feed.close(0.0) == [
+    process = started(tmp_path / "pid")
+    feed.end(0.0)
+    assert feed.close() == [
         "alarms.command did not take the rest in 0 s and was ended",
         "alarms.command missed 3 of 3: 0 failed, 3 dropped",
     ]
-    while state_of(int((tmp_path / "pid").read_text())) not in ("", "Z"):
+    deadline = time.monotonic() + 20
+    while state_of(process) not in ("", "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that may not kill the command")
+@pytest.mark.parametrize(
+    ("seconds", "limit", "told"),
+    [
+        (1000.0, 0.1, "alarms.command did not take the rest in 0.1 s and still runs"),
+        (2.0, WAIT_S, "alarms.command took longer than 2 s and process {} cannot be killed"),
+    ],
+)
+def test_one_of_another_user_is_left_behind_and_the_run_ends_well(
+    tmp_path: Path, seconds: float, limit: float, told: str
+) -> None:
+    command = AlarmCommand(f"sh -c 'echo $$ > {tmp_path}/pid; sleep 1000'", seconds)
+    feed = Feed(command)
+    feed.put("alarm", {"name": "stale", "text": "text"})
+    process = started(tmp_path / "pid")
+    try:
+        with as_nobody():
+            feed.end(limit)
+            warnings = feed.close()
+    finally:
+        os.killpg(process, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while state_of(process):
+        assert time.monotonic() < deadline
+        command.kill()  # takes the exit code of the process
+        time.sleep(0.01)
+    assert warnings[0] == told.format(process)
+    assert len(warnings) == 2
+
+
+@contextmanager
+def as_nobody() -> Generator[None]:
+    """Be a user in the block who may send no signal to processes of root."""
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def started(file: Path) -> int:
+    """Return the process id that a command has written to a file, once it is there."""
+    deadline = time.monotonic() + 20
+    while not file.exists() or not file.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(file.read_text())
 
 
 def state_of(process: int) -> str:

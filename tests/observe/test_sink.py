@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import BreakerError
+from flash.observe.alarms import RaisedAlarm
 from flash.observe.recorder import Recorder
+from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import SILENT_S, WAITING, Feed
-from flash.observe.trackers.receivers import SinkReceiver
+from flash.observe.trackers.receivers import Receivers, SinkReceiver
 from flash.simulate.clock import run_virtual
 from tests.observe.sample_rows import eval_row, metrics_row
 
@@ -75,20 +78,25 @@ class NoText:
         return []
 
 
-def play(
-    folder: Path, sink: str, *, steps: int = 4, resume_at: int | None = None, end: Callable[[Recorder], None]
-) -> float:
-    """Record steps of one second each on the virtual clock. Returns the seconds that the loop took."""
-    config = msgspec.convert(
+def make_config(folder: Path, sink: str, **more: Any) -> Config:
+    return msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder)},
             "model": {"path": "none"},
             "env": {"path": "none:None"},
             "observe": {"sink": f"{__name__}:{sink}"},
             "cluster": {"gpus_per_node": 0},
+            **more,
         },
         Config,
     )
+
+
+def play(
+    folder: Path, sink: str, *, steps: int = 4, resume_at: int | None = None, end: Callable[[Recorder], None]
+) -> float:
+    """Record steps of one second each on the virtual clock. Returns the seconds that the loop took."""
+    config = make_config(folder, sink)
 
     async def go() -> float:
         now = anyio.current_time
@@ -184,13 +192,48 @@ def test_a_sink_that_never_ends_is_left_behind_after_its_deadline() -> None:
     feed = Feed(SinkReceiver("mine", lambda: Slow({}, None)))
     for step in range(3):
         feed.put("step", {"step": step})
-    told = feed.close(0.01)
+    feed.end(0.01)
+    told = feed.close()
     Slow.may.set()
     assert told == [
-        "the sink mine did not take the rest in 0.01 s and was ended",
+        "the sink mine did not take the rest in 0.01 s and still runs",
         "the sink mine missed 3 of 3: 0 failed, 3 dropped",
     ]
-    assert feed.close(WAIT_S) == []
+    feed.end(WAIT_S)
+    assert feed.close() == []
+
+
+def hanging_sink_and(folder: Path, command: str) -> Receivers:
+    """Return the receivers of a run whose sink takes no row. An alarm was raised, for which `command` is started."""
+    receivers = Receivers(
+        make_config(folder, "Slow", alarms={"command": command}), RunDirectory.open(folder / "run", ""), None
+    )
+    receivers.row("step", {"step": 0})
+    receivers.alarm(RaisedAlarm("stale", "text"))
+    return receivers
+
+
+def test_a_receiver_that_hangs_takes_no_time_from_the_others(tmp_path: Path) -> None:
+    told = hanging_sink_and(tmp_path, "sh -c 'cat > /dev/null'").close(2.0)
+    Slow.may.set()
+    assert told == [
+        f"the sink {__name__}:Slow did not take the rest in 2 s and still runs",
+        f"the sink {__name__}:Slow missed 1 of 1: 0 failed, 1 dropped",
+    ]
+
+
+def test_the_warning_about_each_receiver_that_hangs_names_the_time_that_all_of_them_had(tmp_path: Path) -> None:
+    receivers = hanging_sink_and(tmp_path, f"sh -c 'echo > {tmp_path}/started; sleep 1000'")
+    deadline = time.monotonic() + WAIT_S
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    told = receivers.close(0.1)
+    Slow.may.set()
+    assert told[::2] == [
+        f"the sink {__name__}:Slow did not take the rest in 0.1 s and still runs",
+        "alarms.command did not take the rest in 0.1 s and was ended",
+    ]
 
 
 def test_a_sink_that_hangs_is_told_of_once_while_the_run_goes_on() -> None:
@@ -210,4 +253,5 @@ def test_a_sink_that_hangs_is_told_of_once_while_the_run_goes_on() -> None:
     assert line.startswith("the sink mine has not answered for 70 s: it hangs, or cannot be reached; the run goes on")
     assert feed.warnings() == []
     Slow.may.set()
-    assert feed.close(WAIT_S) == []
+    feed.end(WAIT_S)
+    assert feed.close() == []

@@ -184,7 +184,8 @@ def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
     until(lambda: calls.steps() == [0, 1, 2, 3])
     written(tracked_run, [4])
     feed.put("error" if failed else "summary", {}, last=True)
-    assert feed.warnings() + feed.close(WAIT_S) == []
+    feed.end(WAIT_S)
+    assert feed.warnings() + feed.close() == []
     assert calls.steps() == [0, 1, 2, 3, 4]
     assert [told["failed"] for told in calls.of("finish")] == [failed]
     assert "prints what it likes" in (tracked_run.path / "track/wandb.log").read_text()
@@ -216,13 +217,14 @@ def test_one_that_is_ill_is_told_of_and_what_it_missed(
     else:
         until(lambda: bool(warnings.extend(feed.warnings()) or warnings))
     feed.put("summary", {}, last=True)
-    warnings += feed.close(3)
+    feed.end(3)
+    warnings += feed.close()
     assert any(warning.startswith(told) for warning in warnings), warnings
     assert len([warning for warning in warnings if "has not received" not in warning]) <= 2
     again = f"`flash track {tracked_run.path} --to wandb` sends them"
     rest = [f"the tracker wandb has not received {missed} rows: {again}"] if missed else []
     assert [warning for warning in warnings if "has not received" in warning] == rest
-    assert feed.close(3) == []
+    assert feed.close() == []
 
 
 @pytest.mark.parametrize("ill", ["hang init", "hang log"])
@@ -245,7 +247,8 @@ def test_one_that_hangs_is_told_of_once_while_the_run_goes_on(
     (line,) = told
     assert line.startswith("the tracker wandb has not answered for ")
     assert f"`flash track {tracked_run.path} --to wandb` sends the missing rows later" in line
-    feed.close(0)
+    feed.end(0)
+    feed.close()
 
 
 def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
@@ -259,7 +262,8 @@ def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
     feed.put("step", {})
     until(lambda: calls.steps() == [0, 1, 2])
     feed.put("summary", {}, last=True)
-    assert feed.close(WAIT_S) == []
+    feed.end(WAIT_S)
+    assert feed.close() == []
     assert len(told) == 1
 
 

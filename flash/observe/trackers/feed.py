@@ -10,9 +10,13 @@ Law: once a feed is closed, the number of events given = taken + failed + droppe
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +27,8 @@ SILENT_S = 60.0
 """Seconds of a single call after which a warning is given. It is long, because importing a package and connecting to a
 server may take long without a fault."""
 STOPPED_S = 0.5
-"""Seconds that a killed receiver has to return to the feed's thread. The user's own sink cannot be killed."""
+"""Seconds that a killed receiver has to return to the feed's thread. The user's own sink cannot be killed, and neither
+can a command that runs as another user."""
 
 
 class ReceiverError(Exception):
@@ -61,25 +66,36 @@ class Receiver:
         """Release everything. No event comes after it."""
 
     def kill(self) -> None:
-        """End what `open` and `send` have started, since the deadline is over.
+        """End what `open` and `send` have started, since the deadline is over. Must not raise.
 
-        A call of `open`, `send` or `close` may still run in the feed's thread; killing should make it return.
+        `Feed.close` calls this in the thread of its own caller, where an error would end the run. A call of `open`,
+        `send` or `close` may still run in the feed's thread; killing should make it return.
         """
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
         """Return a sentence about events that the receiver did not get; empty if it got all.
 
-        `Feed.close` calls this. `given` is the number of all events. Of these, the receiver failed on `failed`, and did
-        not get `dropped`.
+        `Feed.close` calls this, so it must not raise either. `given` is the number of all events. Of these, the
+        receiver failed on `failed`, and did not get `dropped`.
         """
         missed = failed + dropped
         return f"{self.name} missed {missed} of {given}: {failed} failed, {dropped} dropped" if missed else ""
 
 
+def kill_group(process: subprocess.Popen[bytes] | None) -> None:
+    """Kill a receiver's process, which has a session of its own, and all processes of its group, if it runs.
+
+    The process still runs afterwards if it has become another user's, as `sudo` does. None stands for no process.
+    """
+    if process is not None and process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 class Feed:
     """Queue and thread of one receiver. `now` gives seconds of a monotonic clock.
 
-    The owner calls `put`, `warnings` and `close`, one call at a time. The thread runs `_run`.
+    The owner calls `put` and `warnings`, and at last `end` and `close`, one call at a time. The thread runs `_run`.
     """
 
     def __init__(self, receiver: Receiver, now: Callable[[], float] = time.monotonic) -> None:
@@ -93,6 +109,10 @@ class Feed:
         """Number of these events that `put` has dropped because the queue was full."""
         self._reported: set[str] = set()
         """Warnings that were given, of `failure`, `behind` and `silent`. Each is given once."""
+        self._limit = 0.0
+        """Seconds that `end` has given the receiver to take the rest; 0 before."""
+        self._ends_at: float | None = None
+        """End of these seconds, on the clock `now`; None before `end`."""
         self._closed = False
         """True once `close` was called."""
         self._late = False
@@ -140,24 +160,31 @@ class Feed:
             found.append(f"{hangs}{self._receiver.consequence}")
         return found
 
-    def close(self, seconds: float) -> list[str]:
-        """Wait at most `seconds` until the receiver has taken the rest, then kill the receiver and drop what is left.
+    def end(self, seconds: float) -> None:
+        """Give the receiver `seconds` to take the rest, without waiting. `close` waits. A second call does nothing."""
+        if self._ends_at is None:
+            self._limit, self._ends_at = seconds, self._now() + seconds
+            self._events.put(None)
+
+    def close(self) -> list[str]:
+        """Wait until the receiver has taken the rest. At the limit of `end`, kill the receiver and drop what is left.
 
         Returns the last warnings, and a sentence about all events that the receiver missed. A second call does nothing
-        and returns an empty list: the recorder calls `close` after the last row, and again when it is closed itself.
+        and returns an empty list: the recorder closes receivers after the last row, and again when it is closed itself.
         """
+        assert self._ends_at is not None, "`end` comes before `close`"
         if self._closed:
             return []
         self._closed = True
-        self._events.put(None)
-        self._thread.join(max(0.0, seconds))
+        self._thread.join(max(0.0, self._ends_at - self._now()))
         self._late = self._thread.is_alive()
         if self._late:
             self._receiver.kill()
             self._thread.join(STOPPED_S)
         found = self.warnings()
         if self._late:
-            found.append(f"{self._receiver.name} did not take the rest in {seconds:g} s and was ended")
+            fate = "still runs" if self._thread.is_alive() else "was ended"
+            found.append(f"{self._receiver.name} did not take the rest in {self._limit:g} s and {fate}")
         # Beside the events that `put` has dropped, these are events still in the queue, and one that still runs.
         dropped = self._given - self._taken - self._failed
         missed = self._receiver.missed(self._given, self._failed, dropped)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import tempfile
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from flash.config.load import dump
@@ -22,12 +19,12 @@ from flash.config.objects import is_sink, load_sink
 from flash.config.tree import Config
 from flash.observe.alarms import RaisedAlarm
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.trackers.feed import Feed, Receiver, ReceiverError
+from flash.observe.trackers.feed import STOPPED_S, Feed, Receiver, ReceiverError, kill_group
 from flash.observe.trackers.trackers import TrackerProcess
 
 COMMAND_S = 5.0
-"""Seconds that one start of the alarm command may take. It is less than the default of `deadlines.close`, the time that
-an interrupted run has to end: the command of its last alarm should end before."""
+"""Seconds that one start of the alarm command may take. It is less than the default of `deadlines.close`, for which a
+run that was interrupted or has failed waits for its receivers: the command of its last alarm should end before."""
 ERROR_BYTES = 1000
 """Bytes of the alarm command's error output that a warning quotes."""
 
@@ -82,8 +79,10 @@ class Receivers:
 
     def close(self, seconds: float) -> list[str]:
         """Wait at most `seconds` for all receivers together. Returns their last warnings and what they missed."""
-        limit = time.monotonic() + seconds
-        return [line for feed in self._feeds() for line in feed.close(limit - time.monotonic())]
+        # All get the end before the first wait: otherwise a receiver that hangs would use up the time of the others.
+        for feed in self._feeds():
+            feed.end(seconds)
+        return [line for feed in self._feeds() for line in feed.close()]
 
     def _feeds(self) -> Iterator[Feed]:
         """Yield the feeds of all receivers."""
@@ -173,8 +172,14 @@ class AlarmCommand(Receiver):
                 process.communicate(f"{row['text']}\n".encode(), self._seconds)
             except subprocess.TimeoutExpired:
                 self.kill()
-                process.wait()
-                raise ReceiverError(f"took longer than {self._seconds:g} s and was killed") from None
+                # Without a limit, a command of another user, which cannot be killed, would hold up all later alarms.
+                try:
+                    process.wait(STOPPED_S)
+                except subprocess.TimeoutExpired:
+                    fate = f"process {process.pid} cannot be killed"
+                else:
+                    fate = "was killed"
+                raise ReceiverError(f"took longer than {self._seconds:g} s and {fate}") from None
             if process.returncode:
                 errors.seek(0)
                 text = errors.read(ERROR_BYTES).decode("utf-8", "replace").strip()
@@ -182,7 +187,4 @@ class AlarmCommand(Receiver):
 
     def kill(self) -> None:
         """Kill the command and all processes of its group, if it runs: after its time limit, or at the run's end."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        kill_group(self._process)

@@ -23,7 +23,6 @@ import fcntl
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
-from flash.observe.trackers.feed import Receiver, ReceiverError
+from flash.observe.trackers.feed import Receiver, ReceiverError, kill_group
 from flash.text import one_line
 
 BATCH = 100
@@ -477,9 +476,7 @@ class TrackerProcess(Receiver):
 
     def kill(self) -> None:
         """Kill the process and all processes of its group, if it runs."""
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process)
 
     def missed(self, given: int, failed: int, dropped: int) -> str:
         """Return a sentence about the rows that the tracker does not have; empty if it has all.
