@@ -167,17 +167,6 @@ def test_a_sample_is_written_with_what_its_step_found_once_that_is_committed(tmp
     assert sample.group_rewards == [one.reward for one in batch]
 
 
-def test_samples_of_a_step_that_a_hub_before_has_formed_come_from_its_recorded_batch(tmp_path: Path) -> None:
-    tokenizer = Slow()
-    tokenizer.may.set()
-    with make_recorder(tmp_path, tokenizer) as recorder:
-        batch = Batch(0, 0, [trajectory(Task(0, 0, 0, 0), 0)], [])
-        recorder.directory.write_batch(batch, keep_all=True)
-        recorder.trained(0, [])
-        recorder.trained(1, [])
-    assert sampled_steps(recorder.directory) == [0]
-
-
 def test_a_thread_may_wait_for_all_writes_while_the_loop_begins_the_next_one(tmp_path: Path) -> None:
     directory = RunDirectory.open(tmp_path / "run", "")
     with Interleaved(1) as writer:

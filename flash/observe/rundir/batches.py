@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import NamedTuple, ParamSpec, Protocol
 
 from flash.config.tree import Config
-from flash.errors import RecordingError, RunDirectoryError
 from flash.observe.rundir import recording
 from flash.observe.rundir.rundir import RunDirectory, sample_times
 from flash.observe.rundir.samples import readable, sampled_steps, samples_of, thin_samples, write_samples
@@ -110,6 +108,7 @@ class Batches:
 
     def end(self) -> None:
         """Start to write the readable samples of steps that were not committed, at the end of the run."""
+        # Nobody reads the result of this call, and the run is over, so an error of this write is lost.
         self._writer.submit(self._write_rest)
 
     def _write(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -137,23 +136,15 @@ class Batches:
             self._directory.write_batch(batch, keep_all=self._keep == "all")
 
     def _write_shown(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Do the work of `commit`: write the readable samples of a step, with the trainer's values (`seen`).
-
-        If a previous hub process got the batch, it is read from its recording. Without a recording the step has no
-        readable samples.
-        """
-        shown = self._uncommitted.pop(step, None)
-        if shown is None and self._count > 0:
-            with suppress(RecordingError):
-                shown = self._shown(recording.read_batch(self._directory.batches, step))
-        self._write_readable(step, shown or [], seen)
+        """Do the work of `commit`: write the readable samples of a step, with the trainer's values (`seen`)."""
+        # A hub that was started again forms the batch of its first step again, so `begin` has left the samples here.
+        shown = self._uncommitted.pop(step) if self._count > 0 else []
+        self._write_readable(step, shown, seen)
 
     def _write_rest(self) -> None:
         """Do the work of `end`: write the readable samples of uncommitted steps, without the trainer's values."""
-        # A write error is ignored here: nobody waits for this call, and the run is over.
-        with suppress(RunDirectoryError):
-            for step, shown in self._uncommitted.items():
-                self._write_readable(step, shown, ())
+        for step, shown in self._uncommitted.items():
+            self._write_readable(step, shown, ())
 
     def _shown(self, batch: Batch) -> list[_Shown]:
         """Choose the samples of a batch that are written in readable form.

@@ -90,8 +90,8 @@ def write_batch(folder: Path, batch: Batch) -> None:
 def read_batch(folder: Path, step: int) -> Batch:
     """Return the batch of a step from its file in `folder`, the `batches/` of a run directory.
 
-    The hub calls it for a step that restarted trainer ranks train again, the recorder for readable samples of such a
-    step, and `flash replay` and `flash rhythm` for the step that the user chose.
+    The hub calls it for a step that restarted trainer ranks train again, a resumed run to find out which steps it can
+    train again, and `flash replay` and `flash rhythm` for the step that the user chose.
 
     Raises:
         RecordingError: the file is missing or damaged, or another version of Flash wrote it.

@@ -78,7 +78,7 @@ def open_regular_file(path: Path) -> BufferedReader:
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
     except FileNotFoundError:
-        raise  # callers treat a missing file as an empty one
+        raise  # callers handle a missing file themselves
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
