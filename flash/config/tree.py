@@ -405,7 +405,8 @@ class DeadlinesConfig(Section, frozen=True):
     collective: Deadline = 600
     """Limit for all ranks to join a collective operation."""
     close: Deadline = 8
-    """Limit for an environment to close, and for the engines of a node to end."""
+    """Limit for an environment to close, and for the engines of a node to end. After an interrupt or an error also the
+    limit for trackers, the sink and the alarm command to take the last rows, if it is less than 60 seconds."""
     shutdown: Deadline = 60
     """Limit for the running step and checkpoint to end after an interrupt, and for a leaving node to finish its
     samples."""

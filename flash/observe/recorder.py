@@ -168,8 +168,10 @@ class Recorder:
     def _close_receivers(self, *, interrupted: bool) -> None:
         """Wait for the receivers at most RECEIVERS_S, and close them.
 
-        An interrupted run must end within `deadlines.close`, so it waits no longer than that.
+        `interrupted`: True if a signal, an alarm or an error ended the run. Then the wait is at most `deadlines.close`.
         """
+        # After a signal the launcher kills this process in `flash.config.waits.grace_s` seconds, and the last step and
+        # its checkpoint may have used most of them. After an error the user reads the error only after this wait.
         seconds = min(RECEIVERS_S, self._config.deadlines.close) if interrupted else RECEIVERS_S
         self._warn_all(self._receivers.close(seconds))
 
