@@ -157,7 +157,7 @@ def _column_values(column: Column, row_kind: Kind) -> Values:
         """Yield the values of the column, each with the text in place of its placeholder."""
         row = run.steps if row_kind == "step" else run.evals
         for key in row if column.has_placeholder else [column.name]:
-            # A key that fits the placeholder may still be another column's own name.
+            # A key that fits the placeholder may be the name of another column, too; `column_of` decides.
             if column_of(key, row_kind) is column and (value := number(row, key)) is not None:
                 yield column.placeholder_text(key) or "", value
 
