@@ -40,6 +40,9 @@ MOST_CHARACTERS = 600
 MOST_DIGITS = 10_000
 """Largest number of decimal digits of a number that is evaluated."""
 
+MOST_POWER = 300.0
+"""Largest exponent of ten in an estimate of digits. Python raises OverflowError for `10 ** 309.0`."""
+
 ROUNDED_DIGITS = 6
 """Number of digits from which a decimal may be a rounded fraction or root. A shorter decimal is exact."""
 
@@ -102,10 +105,14 @@ _SIGNS = str.maketrans(
 
 # The start of a box (`\boxed{`, or a box without braces as `bare`), an escaped character, or a plain brace.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?P<bare>[-+]?[\w.,/]{1,40}))|\\.|[{}]", re.DOTALL)
+# A character that makes the content of a box an answer.
+_FILLED = re.compile(r"[^ \n\t$.,]")
 # GSM8K's mark of the final answer, and the rest of its line.
 _MARKED = re.compile(r"(?<!#)####(?!#)\s{0,4}([^\n]*)")
 # A heading of Markdown, which begins with the same mark: words, or a number and words.
 _HEADING = re.compile(r"[*_ ]*(?:\d{1,3}[.)][ \t]+[A-Za-z]|[A-Za-z]{2})")
+# Blanks up to the end of the text.
+_BLANK_REST = re.compile(r"\s*\Z")
 # Phrases before an answer, such as "the final answer is" or "Answer:".
 _ANSWER_IS = re.compile(
     r"\banswer\b[*_]{0,3}(?:[ \t]{1,3}[\w$\\]{1,20}){0,6}?[ \t]{0,3}"
@@ -119,7 +126,7 @@ _BETWEEN = re.compile(
 WIDEST_BETWEEN = 40
 """Longest text between two boxes of a list, in characters."""
 MOST_LISTED = 64
-"""Largest number of boxes in one list."""
+"""Largest number of different contents in one list of boxes."""
 _EXPRESSION = re.compile(r"(?=.*[+*/^(){}\[\],\\|=]|-?\w+ - \w+)[-+(\[{\\|\w.][-\w +*/^(){}\[\].,!|\\:=]*")
 """Pattern of a line of operators, names and numbers that is more than a number."""
 # The end of an answer within a line: the end of a sentence, or a word that begins a reason.
@@ -172,11 +179,10 @@ def final_answer(text: str) -> str | None:
     text = (text if inside is None else inside).translate(_SIGNS)
     for mark in reversed([*_MARKED.finditer(text)]):
         line = mark[1].strip()
-        if line and (not _HEADING.match(line) or not text[mark.end() :].strip()):
+        if line and (not _HEADING.match(line) or _BLANK_REST.match(text, mark.end())):
             return _clause(line)
-    boxes, opened = _boxes(text)
-    if boxes or opened:
-        return boxes[-1] if boxes else None
+    if (box := _last_box(text)) is not None:
+        return box or None
     for said in reversed([*_ANSWER_IS.finditer(text)]):
         rest = text[said.end() : said.end() + 2 * MOST_CHARACTERS].lstrip(" \t\n*_:")
         if clause := _clause(rest):
@@ -185,42 +191,44 @@ def final_answer(text: str) -> str | None:
     return stripped if _is_expression(stripped) else _last_value(text)
 
 
-def _boxes(text: str) -> tuple[list[str], bool]:
-    """Return the contents of complete, non-empty boxes in the order of their ends, and True if a box was opened.
+def _last_box(text: str) -> str | None:
+    """Return the content of the complete, non-empty box that ends last.
 
-    A list of boxes counts as one box, whose contents are separated by commas.
+    Boxes with only separators between them form a list. It counts as one box, whose contents are separated by commas.
+    After `MOST_LISTED` contents a new list begins. The result is empty if all boxes are empty or unclosed, and None if
+    the text opens no box.
     """
-    found: list[str] = []
     stack: list[tuple[int, int]] = []  # starts of each open brace or box and of its content; -1 for a plain brace
     opened, last_end = False, 0
-    listed: list[str] = []
+    # Start and end of each content in the list that the last box belongs to. The contents themselves are not copied:
+    # nested boxes would need quadratic time and memory.
+    listed: list[tuple[int, int]] = []
 
-    def close(start: int, end: int, content: str) -> None:
-        """Record a complete box. It extends the list of the box before if only separators lie between them."""
+    def close(start: int, begin: int, until: int, end: int) -> None:
+        """Record a complete box and its content. It joins the list of the box before, or begins another list."""
         nonlocal last_end
         between = text[last_end:start] if last_end <= start <= last_end + WIDEST_BETWEEN else "-"
-        if 0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between):
-            found.pop()
-        else:
-            listed.clear()
-        listed.extend([content] if content not in listed else [])
-        found.append(", ".join(listed))
+        if not (0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between)):
+            listed[:] = [(begin, until)]
+        # A content that is in the list already is not repeated, because solutions often box an answer twice.
+        elif not any(until - begin == last - first and text[begin:until] == text[first:last] for first, last in listed):
+            listed.append((begin, until))
         last_end = end
 
     for token in _BRACE.finditer(text):
         sign = token[0]
         if token["bare"]:
             opened = True
-            close(token.start(), token.end(), token["bare"])
+            close(token.start(), *token.span("bare"), token.end())
         elif sign in ("{", "}") or sign.startswith(("\\boxed", "\\fbox")):
             if sign != "}":
                 opened = opened or sign != "{"
                 stack.append((token.start(), -1 if sign == "{" else token.end()))
             elif stack:
                 start, begin = stack.pop()
-                if begin >= 0 and text[begin : token.start()].strip(" \n\t$.,"):
-                    close(start, token.end(), text[begin : token.start()])
-    return found, opened
+                if begin >= 0 and _FILLED.search(text, begin, token.start()):
+                    close(start, begin, token.start(), token.end())
+    return ", ".join(text[first:last] for first, last in listed) if opened else None
 
 
 def _is_expression(text: str) -> bool:
@@ -495,8 +503,8 @@ def math_equal(completion: str, answer: str) -> float:
     Raises:
         RewardError: the reference is empty, or reading it takes too much time.
     """
-    boxes, opened = _boxes(answer)
-    written = answer.rpartition("####")[2] if "####" in answer else boxes[-1] if boxes else "" if opened else answer
+    box = _last_box(answer)
+    written = answer.rpartition("####")[2] if "####" in answer else answer if box is None else box
     if not (reference := _plain(written)):
         raise RewardError(f"the reference answer {answer!r} cannot be read as mathematics")
     found = final_answer(completion)
@@ -616,10 +624,10 @@ def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
 
     `rounded` is the tolerance if one of the two is a decimal that may be rounded; None: they must be equal.
     """
-    found = _parsed(latex)
-    if found is None or math.isinf(_digits(found)):
-        return False
     try:
+        found = _parsed(latex)
+        if found is None or math.isinf(_digits(found)):
+            return False
         values = [one.doit() for one in (found, wanted) if isinstance(one, sympy.Expr)]
         if len(values) == 2 and all(value.is_number and value.is_finite for value in values):
             ours, theirs = values
@@ -665,7 +673,11 @@ def _depth(text: str) -> int:
 
 
 def _digits(found: Any) -> float:
-    """Return an upper bound of the number of decimal digits of a value; infinite if it is too large to be evaluated."""
+    """Return an estimate of the decimal digits that sympy would compute exactly; infinite if they are too many.
+
+    Sums, products, powers and factorials grow when they are evaluated. Other functions, such as `exp`, count as little
+    more than their arguments, because sympy keeps them as they are.
+    """
     if isinstance(found, sympy.MatrixBase):
         return max(map(_digits, found.flat()), default=0.0)
     if not isinstance(found, sympy.Basic):
@@ -673,19 +685,22 @@ def _digits(found: Any) -> float:
     if isinstance(found, sympy.Rational):
         return max(abs(int(found.p)), int(found.q)).bit_length() * math.log10(2)
     if isinstance(found, sympy.Float):
-        return abs(math.log10(abs(found))) if found else 0.0
+        # sympy keeps only the precision of a Float, but as an exponent its magnitude counts. `math.log10` would turn a
+        # tiny Float into 0.0, and fail.
+        return abs(float(sympy.log(abs(found)))) / math.log(10) if found else 0.0
     if isinstance(found, (sympy.Sum, sympy.Product)):
-        terms = [max(map(_digits, tuple(limit)[1:]), default=0.0) for limit in found.limits]
-        if max(terms) > math.log10(MOST_TERMS):
+        # Digits of the limits, so about the logarithms of the numbers of terms.
+        bounds = [max(map(_digits, tuple(limit)[1:]), default=0.0) for limit in found.limits]
+        if max(bounds) > math.log10(MOST_TERMS):
             return math.inf
-        digits = _digits(found.function) * 10 ** sum(terms)
+        digits = _digits(found.function) * 10 ** sum(bounds)
     else:
         parts = [*map(_digits, found.args)]
         most = max(parts, default=0.0)
         if isinstance(found, sympy.Pow):
-            digits = max(parts[0], 1.0) * 10 ** min(parts[1], 300.0)
+            digits = max(parts[0], 1.0) * 10 ** min(parts[1], MOST_POWER)
         elif isinstance(found, (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.gamma)):
-            digits = (most + 1) * 10 ** min(most, 300.0)
+            digits = (most + 1) * 10 ** min(most, MOST_POWER)
         else:
             digits = sum(parts) + 1
     return digits if digits <= MOST_DIGITS else math.inf

@@ -1,6 +1,7 @@
 import importlib
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +76,54 @@ def test_a_comparison_may_not_use_more_than_its_processor_time(math_rewards):
 def test_a_thread_compares_without_a_bound_of_its_own(math_rewards):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(math_rewards.math_equal, r"\boxed{\sqrt{8}}", r"2\sqrt{2}").result() == 1.0
+
+
+TINY = f"0.{'0' * 330}1"
+
+
+@pytest.mark.parametrize("tiny", [TINY, f"-{TINY}"])
+def test_a_decimal_too_small_for_a_float_is_a_wrong_answer_and_no_error(math_rewards, tiny):
+    assert math_rewards.math_equal(f"the answer is $x+{tiny}$", "x+2") == 0.0
+    assert math_rewards.math_equal("the answer is $x+2$", f"x+{tiny}") == 0.0
+    assert math_rewards.math_equal(f"the answer is ${tiny}+x$", f"x+{tiny}") == 1.0
+
+
+def test_an_answer_too_deep_to_be_measured_is_wrong_and_no_error(math_rewards):
+    assert math_rewards.math_equal(f"the answer is $x+5{'!' * 550}$", "x+1") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{" * 8000 + "5" + "}" * 8000, None),
+        (r"\boxed{" * 4000 + "5" + r"}, \boxed{6}" * 4000, "6"),
+        (r"\boxed{ . " * 8000 + "}" * 8000, None),
+    ],
+    ids=["nested", "nested in lists", "without a content"],
+)
+def test_nested_boxes_take_linear_memory(math_rewards, text, answer):
+    tracemalloc.start()
+    try:
+        found = math_rewards.final_answer(text)
+        assert tracemalloc.get_traced_memory()[1] < 150 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert found.endswith(answer or "}")
+
+
+def test_many_headings_take_linear_time(math_rewards):
+    start = time.process_time()
+    assert math_rewards.final_answer("#### Part\n" * 60_000 + "so it is 7") == "7"
+    assert time.process_time() - start < 4
+
+
+def test_boxes_with_separators_between_them_are_a_list_of_different_contents(math_rewards):
+    boxed = [rf"\boxed{{{number}}}" for number in range(70)]
+    assert math_rewards.final_answer(r"\boxed{2}, \boxed{3} and \boxed{2}") == "2, 3"
+    assert math_rewards.final_answer(r"\boxed{2} or rather \boxed{3}, \boxed4") == "3, 4"
+    assert math_rewards.final_answer(", ".join(boxed)) == "64, 65, 66, 67, 68, 69"
+    assert math_rewards.final_answer(r"\boxed{ . } is 3") is None
 
 
 @pytest.mark.anyio
