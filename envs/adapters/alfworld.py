@@ -19,7 +19,7 @@ import msgspec
 from envs.data.split import Split
 from envs.textworld.game import GameOptions, TextGame
 from envs.textworld.games import PDDL
-from flash.environment import Info
+from flash.environment import Info, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
@@ -99,14 +99,20 @@ def _games(options: AlfworldOptions) -> Split[_File]:
 
 
 def _game_of(options: AlfworldOptions, seed: int) -> str:
-    """Return the path of the seed's game, or of the first game of the following seeds that can be solved.
+    """Return the path of the seed's game, or of the next game of the same side that can be solved.
+
+    The games follow each other in the order of their paths, and the first one follows the last. So two seeds of one
+    epoch share the game after an unsolvable one, also in evaluations.
 
     Raises:
-        EnvError: no game can be solved.
+        EnvError: no game of the side can be solved.
     """
     games = _games(options)
-    for candidate in range(seed, seed + len(games.train) + len(games.held_out)):
-        file = games.of_seed(candidate).prompt
+    side, place = (games.held_out if is_held_out(seed) else games.train), games.place(seed)
+    for file in (row.prompt for row in side[place:] + side[:place]):
         if msgspec.json.decode(Path(file).read_bytes(), type=_Game).solvable:
             return file
-    raise EnvError(f"no game of ALFWorld in {options.folder} can be solved")
+    raise EnvError(
+        f"none of the {len(side)} games of ALFWorld in {Path(side[0].prompt).parents[2]} can be solved; run "
+        "`alfworld-download` of the package alfworld again"
+    )

@@ -54,10 +54,20 @@ async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, ask
     assert asked[-2:] == [unseen, seen]
 
 
+async def test_the_only_game_that_can_be_solved_is_found_from_every_seed(tmp_path: Path, asked: list[str]) -> None:
+    for side in ("train", "valid_unseen"):
+        for number in range(6):
+            write_game(tmp_path, side, f"pick-Apple-{number}", solvable=number == 2)
+    options = AlfworldOptions(folder=str(tmp_path))
+    for seed in (*range(60), *range(HELD_OUT, HELD_OUT + 12)):
+        assert (await Told(options).reset(seed))[1]["game"] == "pick-Apple-2"
+    assert len({*asked}) == 2
+
+
 async def test_games_that_nobody_can_solve_are_an_error(tmp_path: Path, asked: list[str]) -> None:
     for side in ("train", "valid_unseen"):
         write_game(tmp_path, side, "pick-Apple-1", solvable=False)
-    with pytest.raises(EnvError, match="can be solved"):
+    with pytest.raises(EnvError, match=r"none of the 1 games .*/json_2\.1\.1/train can be solved"):
         await Told(AlfworldOptions(folder=str(tmp_path))).reset(1)
     assert asked == []
 
