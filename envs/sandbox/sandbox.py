@@ -156,7 +156,7 @@ class Files(Archives):
 
         Raises:
             SandboxFileError: the file cannot be written.
-            SandboxLimitError: the disk of the sandbox is full.
+            SandboxLimitError: the disk of the sandbox is full, or `data` has more bytes than one call may write.
         """
         raise _refused(self, "write")
 
@@ -165,7 +165,11 @@ class Files(Archives):
         raise _refused(self, "list")
 
     async def remove(self, path: str) -> None:
-        """Remove a file, a link, or a folder with everything in it. Does nothing if it does not exist."""
+        """Remove a file, a link, or a folder with everything in it. Does nothing if it does not exist.
+
+        Raises:
+            SandboxFileError: the entry cannot be removed, or is the working directory or a folder that contains it.
+        """
         raise _refused(self, "remove")
 
     async def upload(self, source: Path, path: str) -> None:
@@ -174,33 +178,38 @@ class Files(Archives):
         Links are copied as links.
 
         Raises:
-            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
+            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link; or
+                no temporary file can be written.
             SandboxLimitError: the source exceeds the limits on size and entries.
         """
-        with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
-            await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
-            size = archive.tell()
-            archive.seek(0)
-            await self.put_archive(path, _pieces(archive), size)
+        try:
+            with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
+                await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
+                size = archive.tell()
+                archive.seek(0)
+                await self.put_archive(path, _pieces(archive), size)
+        except OSError as error:  # The disk of temporary files is full. `seek` and the end of the block write as well.
+            message = f"{source} cannot be uploaded: no temporary file can be written: {error}"
+            raise SandboxFileError(message) from error
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
 
         Raises:
-            SandboxFileError: `path` cannot be read, or the target cannot be written. A tree is never written over a
-                file or into a folder that has entries; a single file replaces an existing file.
+            SandboxFileError: `path` cannot be read, or the target or a temporary file cannot be written. A tree is
+                never written over a file or into a folder that has entries; a single file replaces an existing file.
             SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
         """
-        with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
-            async with aclosing(self.get_archive(path, self.tree_limits)) as pieces:
-                async for piece in pieces:
-                    try:
+        try:
+            with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
+                async with aclosing(self.get_archive(path, self.tree_limits)) as pieces:
+                    async for piece in pieces:
                         archive.write(piece)
-                    except OSError as error:  # The disk of temporary files is full.
-                        message = f"{path} cannot be downloaded: no temporary file can be written: {error}"
-                        raise SandboxFileError(message) from error
-            archive.seek(0)
-            await _in_thread(partial(unpack, archive, Path(target), self.tree_limits))
+                archive.seek(0)
+                await _in_thread(partial(unpack, archive, Path(target), self.tree_limits))
+        except OSError as error:  # The disk of temporary files is full. `seek` and the end of the block write as well.
+            message = f"{path} cannot be downloaded: no temporary file can be written: {error}"
+            raise SandboxFileError(message) from error
 
 
 async def _in_thread(work: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one upload or download."""
 
     total: int = 1 << 28
-    """Total bytes of all files."""
+    """Total bytes of all files, without the headers of the archive."""
     entries: int = 20_000
     """Number of files, folders and links, including folders that exist only in the paths of other entries."""
     depth: int = 200
@@ -50,26 +50,30 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
     """Write a file, or the content of a folder, to `sink` as a tar archive.
 
     Raises:
-        SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
+        SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link; or
+            the sink cannot be written.
         SandboxLimitError: the source exceeds the limits.
     """
-    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        packing = _Packing(archive, limits)
-        try:
-            if not source.is_dir():
+    try:
+        # The end of this block writes the end of the archive, for which the sink may have no room.
+        with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            packing = _Packing(archive, limits)
+            if source.is_dir():
+                packing.tree(os.open(source, _READ | os.O_DIRECTORY))
+            else:
                 packing.file(FILE_MEMBER, os.open(source, _READ))
-                return
-            packing.tree(os.open(source, _READ | os.O_DIRECTORY))
-        except (OSError, tarfile.TarError) as error:
-            raise SandboxFileError(f"{source} cannot be uploaded: {error}") from error
+    except (OSError, tarfile.TarError) as error:
+        raise SandboxFileError(f"{source} cannot be uploaded: {error}") from error
 
 
 class _Packing:
-    """State of one call of `pack`: the archive, and the number of its entries so far."""
+    """State of one call of `pack`: the archive, and its entries so far."""
 
     def __init__(self, archive: tarfile.TarFile, limits: TreeLimits) -> None:
         self._archive = archive
         self._limits = limits
+        self._bytes = 0
+        """Bytes of all files so far."""
         self._entries = 0
         """Number of files, folders and links so far."""
 
@@ -124,7 +128,8 @@ class _Packing:
         self._entries += 1
         if self._entries > self._limits.entries:
             raise SandboxLimitError(f"the upload has more than {self._limits.entries} entries")
-        if self._archive.offset + info.size > self._limits.total:
+        self._bytes += info.size
+        if self._bytes > self._limits.total:
             raise SandboxLimitError(f"{info.name} brings the upload over {self._limits.total} bytes")
         self._archive.addfile(info, content)
         self._archive.members = []  # type: ignore[attr-defined]  # else the archive keeps every member

@@ -20,7 +20,7 @@ from envs.sandbox.agent.files import SNAPSHOT_FILE
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.machine import LayerUse
-from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
 _log = logging.getLogger(__name__)
 
@@ -69,24 +69,27 @@ class DockerImages:
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # The container has a name, so that it can be removed also if the response to its creation was lost.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
-        async with _in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
-            try:
-                await self._api.json(
-                    "containers/create", SandboxError, method="POST", params={"name": holder}, data=config
-                )
-                await self._api.json(
-                    f"containers/{holder}/archive",
-                    SandboxError,
-                    method="PUT",
-                    params={"path": "/"},
-                    data=archive,
-                    headers={"Content-Type": "application/x-tar"},
-                    timeout=self._image_s,
-                )
-                return await self._commit(holder, name, labels)
-            finally:
-                with anyio.move_on_after(self._request_s, shield=True):
-                    await self._delete_until_gone(holder)
+        try:
+            async with _in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
+                try:
+                    await self._api.json(
+                        "containers/create", SandboxError, method="POST", params={"name": holder}, data=config
+                    )
+                    await self._api.json(
+                        f"containers/{holder}/archive",
+                        SandboxError,
+                        method="PUT",
+                        params={"path": "/"},
+                        data=archive,
+                        headers={"Content-Type": "application/x-tar"},
+                        timeout=self._image_s,
+                    )
+                    return await self._commit(holder, name, labels)
+                finally:
+                    with anyio.move_on_after(self._request_s, shield=True):
+                        await self._delete_until_gone(holder)
+        except OSError as error:  # The disk of temporary files is full.
+            raise SandboxFileError(f"no temporary file can be written for the snapshot: {error}") from error
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import resource
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -88,6 +89,17 @@ async def containers(engine_url) -> AsyncIterator[tuple[DockerBackend, dict[str,
             await engine.images.remove(name)
         assert not left, f"leaked containers: {left}"
         assert not snapshots, f"leaked images: {snapshots}"
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `size` bytes, as on a full disk."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -172,6 +173,35 @@ def test_what_is_too_large_is_not_uploaded(tmp_path):
     (tmp_path / "big").write_bytes(b"\0" * (2 << 20))
     with pytest.raises(SandboxLimitError, match="over"):
         pack(tmp_path, io.BytesIO(), LIMITS)
+
+
+def test_only_the_content_of_files_counts_towards_the_limit_of_an_upload(tmp_path):
+    for number in range(10):
+        (tmp_path / str(number)).write_bytes(b"12345")
+    pack(tmp_path, io.BytesIO(), TreeLimits(total=50))
+    with pytest.raises(SandboxLimitError, match="over 49 bytes"):
+        pack(tmp_path, io.BytesIO(), TreeLimits(total=49))
+
+
+class SmallSink(io.BytesIO):
+    """A file on a disk with room for so many bytes."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room = room
+
+    def write(self, data):
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("room", range(0, 10240, 512))
+def test_a_sink_without_room_for_any_part_of_the_archive_is_a_typed_error(tmp_path, room):
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(SandboxFileError, match=r"cannot be uploaded: .*No space left"):
+        pack(tmp_path / "file", SmallSink(room), LIMITS)
+    pack(tmp_path / "file", SmallSink(10240), LIMITS)
 
 
 def test_what_is_too_deep_is_neither_uploaded_nor_taken_out(tmp_path):

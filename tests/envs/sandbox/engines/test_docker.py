@@ -15,8 +15,8 @@ from envs.sandbox.api import Spec
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.engines.docker_images import PAUSES_S
 from envs.sandbox.local.sandbox import LocalSandbox
-from flash.errors import ConfigError, SandboxLostError
-from tests.envs.sandbox.conftest import IMAGE
+from flash.errors import ConfigError, SandboxFileError, SandboxLostError
+from tests.envs.sandbox.conftest import IMAGE, room_for
 
 pytestmark = pytest.mark.anyio
 
@@ -175,6 +175,18 @@ async def test_a_snapshot_waits_until_a_busy_machine_has_stopped_the_processes(t
         with expected:
             assert await backend.images.commit("1", name="copy:1", labels={}, files=None, most=100) == 5
     assert len(pauses) == max(0, failures - len(PAUSES_S))
+
+
+@pytest.mark.parametrize("room", [1 << 20, (3 << 20) - 100])
+async def test_a_snapshot_without_room_for_its_files_here_is_a_typed_error(tmp_path, room):
+    async def files():
+        for _ in range(3):
+            yield b"x" * (1 << 20)
+
+    answers = {**VERSION, "/1/json": (200, {"Config": {"Image": "base"}})}
+    async with engine(tmp_path, answers) as backend:
+        with room_for(room), pytest.raises(SandboxFileError, match="no temporary file can be written"):
+            await backend.images.commit("1", name="copy:1", labels={}, files=files(), most=100)
 
 
 @pytest.mark.parametrize("url", ["engine", "/run/podman/podman.sock", "ssh://host", "unix:run/podman.sock"])
