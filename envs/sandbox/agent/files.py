@@ -386,20 +386,42 @@ def send_listing(here: int, names: "list[str]", send: object) -> None:
 def remove(path: str) -> None:
     """Remove a file or a tree, if it exists. Links are removed, not followed.
 
-    Runs in a worker process, whose end closes what an error leaves open.
+    In a sandbox it runs in a worker process. `envs.sandbox.engines.fake` calls it in its own process. Raises OSError,
+    and CallRefusal for a link into /proc.
     """
     try:
         folder, name = locate(path.rstrip("/"), follow=False)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if is_folder(name, folder):
-        remove_tree(folder, name, path)
-    else:
+    try:
+        if name == ".":  # The root, or a path that ends in `.` or `..`. A folder cannot be removed under this name.
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        if is_folder(name, folder):
+            remove_tree(folder, name, path)
+            return
         try:
             os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             pass
-    os.close(folder)
+    finally:
+        os.close(folder)
+
+
+def contains(folder: str, inside: str) -> bool:
+    """Return True if `folder` is the folder `inside` or one of the folders above it. Both are absolute paths.
+
+    The folders themselves are compared, because one folder has many paths. Returns False if one does not exist.
+    """
+    try:
+        wanted = os.lstat(folder.rstrip("/") or "/")
+        while not os.path.samestat(wanted, os.stat(inside)):
+            above = os.path.dirname(inside)
+            if above == inside:
+                return False
+            inside = above
+        return True
+    except OSError:
+        return False
 
 
 def remove_tree(folder: int, name: str, path: str) -> None:

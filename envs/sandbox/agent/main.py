@@ -24,6 +24,7 @@ from envs.sandbox.agent.command import Command, JobWaiter, descendants, kill_all
 from envs.sandbox.agent.files import (
     READ_LIMIT,
     Write,
+    contains,
     list_folder,
     read_file,
     receive_tree,
@@ -501,9 +502,11 @@ def work(agent: object, call: int, argument: dict) -> None:
     """Run one of the agent's functions on a path in a child process, since it may need much time and memory.
 
     The child's standard input or output carries the archive of `receive` and `send`. `most`, only for `send`, is the
-    most bytes that the files of the tree may have.
+    most bytes that the files of the tree may have. The working directory is never removed: later commands begin there.
     """
     path = agent.resolve(argument["path"])
+    if argument["function"] == "remove" and contains(path, agent.workdir):
+        raise CallRefusal("file", "{}: is or contains the working directory".format(path))
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
     more = [argument["most"]] if "most" in argument else []

@@ -293,9 +293,7 @@ class AgentSandbox(Sandbox):
         return entries
 
     async def remove(self, path: str) -> None:
-        """Let a worker of the agent remove a file or tree. Raises SandboxFileError for the root and the folder `.`."""
-        if path.rstrip("/") in ("", ".", ".."):
-            raise SandboxFileError(f"{path!r}: not a path that can be removed")
+        """Let a worker of the agent remove a file or tree, as `Files.remove` says."""
         await self._work(await self.channel(), "remove", path)
 
     # ---- trees

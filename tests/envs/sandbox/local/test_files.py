@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import tempfile
+import io
+import os
 import tracemalloc
 from collections.abc import AsyncGenerator
 
 import anyio
 import pytest
 
-from envs.sandbox.agent.files import list_folder
+from envs.sandbox.agent.files import list_folder, remove
 from envs.sandbox.agent.wire import CallRefusal
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend, FakeImages
 from envs.sandbox.local.sandbox import LocalSandbox
-from envs.sandbox.trees import TreeLimits
+from envs.sandbox.trees import TreeLimits, pack
 from flash.errors import SandboxClosedError, SandboxError, SandboxFileError, SandboxLimitError
-from tests.envs.sandbox.conftest import IMAGE, Bench
+from tests.envs.sandbox.conftest import IMAGE, Bench, room_for
 
 pytestmark = pytest.mark.anyio
 
@@ -56,16 +56,18 @@ async def test_an_empty_folder_is_uploaded(bench, tmp_path):
         assert await sandbox.list("deep/new") == []
 
 
-async def test_a_full_disk_of_temporary_files_is_a_typed_error(bench, tmp_path, monkeypatch):
-    class Full(tempfile.SpooledTemporaryFile[bytes]):
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+@pytest.mark.parametrize("missing", [1 << 20, 100], ids=["in the middle", "at the end, which is buffered"])
+async def test_a_full_disk_of_temporary_files_is_a_typed_error(bench, tmp_path, missing):
+    (tmp_path / "file").write_bytes(b"x" * (2 << 20))
+    archive = io.BytesIO()
+    pack(tmp_path / "file", archive, TreeLimits())
+    room = len(archive.getvalue()) - missing
     async with bench.sandbox() as sandbox:
-        await sandbox.write("file", b"x")
-        monkeypatch.setattr(tempfile, "SpooledTemporaryFile", Full)
-        with pytest.raises(SandboxFileError, match=r"file cannot be downloaded: .*No space left"):
-            await sandbox.download("file", tmp_path / "file")
+        await sandbox.upload(tmp_path / "file", "file")
+        with room_for(room), pytest.raises(SandboxFileError, match=r"file cannot be downloaded: .*File too large"):
+            await sandbox.download("file", tmp_path / "back")
+        with room_for(room), pytest.raises(SandboxFileError, match=r"file cannot be uploaded: .*File too large"):
+            await sandbox.upload(tmp_path / "file", "again")
 
 
 async def test_an_archive_may_name_its_folder_itself(bench, tmp_path):
@@ -145,8 +147,23 @@ async def test_listing_and_removing(bench):
         await sandbox.remove("d")
         with pytest.raises(SandboxFileError):
             await sandbox.list("d")
-        with pytest.raises(SandboxFileError):
-            await sandbox.remove(".")
+
+
+async def test_the_working_directory_is_not_removed_by_any_of_its_paths(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("mkdir -p sub; touch sub/file; ln -s . here", timeout=LIMIT)
+        workdir = (await sandbox.run("pwd -P", timeout=LIMIT)).stdout.decode().strip()
+        above = workdir.rpartition("/")[0]
+        names = ("", ".", "./.", "..", "../..", "sub/..", "/", "//", workdir, f"/{workdir}", f"{workdir}/", above)
+        for path in (*names, f"{workdir}/.", f"{workdir}/sub/..", f"{workdir}/here/sub/.."):
+            with pytest.raises(SandboxFileError, match="is or contains the working directory"):
+                await sandbox.remove(path)
+        with pytest.raises(SandboxFileError, match="Invalid argument"):
+            await sandbox.remove(f"{workdir}/sub/.")
+        assert await sandbox.list("sub/file") != []
+        await sandbox.remove("here")
+        await sandbox.remove("sub/.")
+        assert await sandbox.list() == []
 
 
 async def test_names_that_are_no_text_can_be_used(bench):
@@ -258,6 +275,22 @@ async def test_a_snapshot_beside_the_end_of_its_sandbox_says_that_it_ended():
         backend.images = LateImages(backend)
         tasks.start_soon(keep, sandbox.snapshot)
         await anyio.sleep(0.05)
+
+
+@pytest.mark.parametrize("end", ["/.", "/./", "/b/.."])
+def test_a_folder_whose_name_is_not_in_the_path_keeps_its_content(tmp_path, end):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(OSError, match="Invalid argument"):
+        remove(f"{tmp_path}/a{end}")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_removal_that_fails_closes_its_folders(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    for path in (f"{tmp_path}/.", "/proc/self/status"):
+        with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
+            remove(path)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_listing_reads_no_more_names_than_it_may_give(tmp_path):
