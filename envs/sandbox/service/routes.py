@@ -410,11 +410,14 @@ async def _sessions(call: ApiCall) -> list[SessionInfo]:
 
 @API.add("POST", _SESSION + "/run", keyed=True)
 async def _run_in_session(call: ApiCall, body: RunInSession) -> SessionResult:
-    """Run a command in a session."""
-    session = call.work.session(_name(call))
+    """Run a command in a session. It is killed if the client disconnects, unless the call has an idempotency key."""
+    work, name = call.work, _name(call)
 
     async def run() -> SessionResult:
         """Run the command of the body in the session."""
+        # The session is looked up only here: after a restart of the service it is gone, but a repeated call must get
+        # the SandboxLostError of `once`.
+        session = work.session(name)
         result = await session.run(from_wire(body.command), timeout=body.timeout)
         return SessionResult(result, session.restarts)
 

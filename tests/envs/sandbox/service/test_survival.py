@@ -79,6 +79,22 @@ class Faulty(Sandbox):
         await self.sandbox.close()
 
 
+async def test_a_repeated_call_in_a_session_says_after_a_restart_that_it_may_have_been_carried_out(tmp_path):
+    body = {"command": "true", "timeout": LIMIT}
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        path = f"{sandbox.path}/sessions/main/run"
+        answer = await client.post(path, json=body, headers={"idempotency-key": "k", "flash-boot": "earlier"})
+        assert answer.json()["cause"] == "SandboxLostError"
+        for headers in ({}, {"idempotency-key": "k"}):
+            answer = await client.post(path, json=body, headers=headers)
+            assert answer.status_code == 404
+            assert answer.json()["cause"] == "SandboxClosedError"
+
+
 async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, caplog):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session("other") as other:
         lease = world.pool.state.leases.find(sandbox.sandbox_id)
