@@ -89,14 +89,6 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Text that identifies the task: the report. `envs.data.split` needs this property of its rows."""
         return self.issue
 
-    @property
-    def solved(self) -> dict[str, str]:
-        """The files after the solution's edits."""
-        files = dict(self.files)
-        for edit in self.solution:
-            files[edit.file] = files[edit.file].replace(edit.old, edit.new)
-        return files
-
 
 def read_task(path: Path) -> SweTask:
     """Read the task of a file.
