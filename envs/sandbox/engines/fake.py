@@ -34,6 +34,8 @@ from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 """PATH of commands: this process's Python comes first, because the agent needs one."""
+RUNTIME = "none"
+"""Name of the only runtime: commands run without one."""
 _WAIT_SECONDS = 10.0
 """Seconds to wait for the end of a killed process."""
 _DROP_SECONDS = 0.01
@@ -73,12 +75,15 @@ class FakeContainer:
         self.killed = False
         """True after `kill`. The container counts as ended at once, though its process may take a moment to end."""
 
-    def info(self) -> ContainerInfo:
-        """Return the state of the container, as an engine would report it."""
+    def info(self, *, runtime: bool = False) -> ContainerInfo:
+        """Return the state of the container, as an engine would report it. `runtime` adds the name of the runtime."""
         code = None if self.process is None else self.process.returncode
         code = -signal.SIGKILL if code is None and self.killed else code
         running = self.process is not None and code is None
-        return ContainerInfo(self.container_id, self.name, running, self.labels, exit_code=code, runtime="none")
+        if code is not None and code < 0:
+            code = 128 - code  # Engines add the number of the signal to 128.
+        name = RUNTIME if runtime else ""
+        return ContainerInfo(self.container_id, self.name, running, self.labels, exit_code=code, runtime=name)
 
 
 class _ProcessLink:
@@ -215,7 +220,7 @@ class FakeContainers:
     async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
         """Return the state of a container, given by id or name; None if there is none."""
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
-        return None if container is None else container.info()
+        return None if container is None else container.info(runtime=runtime)
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
         """Return an empty measurement: nothing is limited here."""
@@ -320,7 +325,7 @@ class FakeBackend:
     async def info(self) -> EngineInfo:
         """Return the properties of this machine, without isolation."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return EngineInfo("fake", "this process", False, ("none",), "none", os.cpu_count() or 1, memory, here=True)
+        return EngineInfo("fake", "this process", False, (RUNTIME,), RUNTIME, os.cpu_count() or 1, memory, here=True)
 
 
 def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
