@@ -125,7 +125,11 @@ class Countdown:
             draw(random.Random(seed), options, held_out=is_held_out(seed))
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the problem of this seed."""
+        """Show the problem of this seed.
+
+        Raises:
+            ConfigError: no problem fits the options. `check` draws for two seeds only, so another seed may fail.
+        """
         self._problem = draw(random.Random(seed), self._options, held_out=is_held_out(seed))
         text = self._text(self._problem)
         return text if self._options.template == "plain" else [Message("user", text)], {}

@@ -185,7 +185,11 @@ class FrozenLake:
             cls(options)._draw(random.Random(seed), seed >= HELD_OUT)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the lake of this seed. All later slips follow from the seed as well."""
+        """Show the lake of this seed. All later slips follow from the seed as well.
+
+        Raises:
+            ConfigError: no lake fits the options. `check` draws for two seeds only, so another seed may fail.
+        """
         self._chance = random.Random(seed)
         self._lake, self._moves = self._draw(self._chance, is_held_out(seed)), 0
         return self._show(self._lake, first=True), {}

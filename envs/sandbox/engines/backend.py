@@ -8,8 +8,9 @@ Words: the *agent* is the program inside a container that runs commands there. T
 Flash that is connected to an agent and controls it. A host process may die and another one *take over* the agent.
 
 Every method returns within the deadline of its implementation, or raises a `SandboxError`. A method that fails or is
-cancelled leaves nothing behind. `create` is the exception: its container may exist after an error. The caller deletes
-it by name; if the caller dies too, `envs.sandbox.pool.ownership.Reaper` finds it by its labels.
+cancelled leaves nothing behind. `create`, `start` and `commit` are the exceptions: after an error, the container may
+exist, some of its processes may run, or the image may exist, until the caller removes it by its name. If the caller
+dies too, `envs.sandbox.pool.ownership.Reaper` finds it by its labels.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class Containers(Protocol):
 
         Raises:
             SandboxStartError: the container cannot be started.
+            SandboxTimeoutError: the engine did not answer in time. The container may run, or may still be started.
+            SandboxRefusedError: the engine did not accept the request.
         """
         ...
 
@@ -215,6 +218,8 @@ class Images(Protocol):
 
         Raises:
             SandboxLimitError: the layer is larger than `most`.
+            SandboxFileError: `files` cannot be stored until the engine takes them.
+            SandboxError: the engine failed, or did not answer in time. The image may exist, or may still be made.
         """
         ...
 

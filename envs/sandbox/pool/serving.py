@@ -259,7 +259,10 @@ class Recovery:
         """Leases whose places on the host are not reserved yet."""
 
         def answered() -> None:
-            """Let the host take sandboxes, after the places of all recovered leases are reserved."""
+            """Let the host take sandboxes, after the places of all recovered leases are reserved.
+
+            The host calls this in `recover`, again in each attempt. A repeated call finds no places left.
+            """
             # Reserve the places of the recovered leases first: other requests get only the remaining room.
             while places:
                 self._state.restore(places.pop(), host.name)
@@ -283,9 +286,9 @@ class Recovery:
             for lease in left.values():
                 lease.done.set()
             raise
-        answered()
         for sandbox_id in [*left]:
             settled(sandbox_id, sandboxes.get(sandbox_id))
+        self._state.refresh(host.name)  # The recovery has removed containers, so the host may have more room.
         await host.run(partial(self._state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
 
     def _go_on(self, lease: SandboxLease, sandbox: Sandbox | None) -> None:
