@@ -3,8 +3,7 @@
 A command that starts as a new Python imports torch and vLLM three times: in the command itself, and in its two fork
 servers. That takes most of the time of a short run. `ForkedCommand` is used instead of `subprocess.Popen`: the command
 is forked, and so are all of its processes, because a launcher has its processes forked from the server that it was
-forked from itself. Some tests must still start real commands, because a user does that. Tests of several trainer ranks
-fork these from the same server.
+forked from itself. Some tests must still start real commands, because a user does that.
 
 All workers of a test session share one server, `Imported`. Each command has a fork server of its own, `Serving`, which
 is forked from the shared one. Its standard streams are those of the command, and it may be in namespaces of a host.
@@ -43,10 +42,6 @@ OF_COMMANDS = (
     "matplotlib.figure",
 )
 """Modules that the server imports for the commands themselves."""
-OF_RANKS = tuple(
-    f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card")
-)
-"""Modules that the server imports for the trainer ranks of tests, `tests.trainer.trainer_cases.Rank`."""
 THREADS = "OMP_NUM_THREADS"
 """Environment variable with the number of threads of OpenMP. A launcher sets it to 1 for its processes."""
 
@@ -64,7 +59,7 @@ class Imported(ForkServer):
         variables = ranks_server().variables | server_variables(config, 0) | {PASSIVE: "passive", THREADS: "1"}
         variables.pop(MODULES)
         super().__init__(
-            *dict.fromkeys((*OF_COMMANDS, *RANK_MODULES, *LOOP_MODULES, ENGINE_MODULE, *OF_RANKS)), variables=variables
+            *dict.fromkeys((*OF_COMMANDS, *RANK_MODULES, *LOOP_MODULES, ENGINE_MODULE)), variables=variables
         )
         session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         self._file = Path(tempfile.gettempdir()) / f"imported-{session}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from flash.cli.prepare import PROJECT_FILES, run_name
 from flash.config.check import unwise
 from flash.config.load import load
 from flash.errors import ConfigError
-from tests.forked_command import run_forked
 
 
 @pytest.fixture
@@ -45,31 +45,27 @@ def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
     assert "outputs/models/my-first-project will be made" in said
 
 
-def run_tests(folder: Path, *files: str) -> tuple[int, str]:
-    """Run tests of the project in its folder. Returns the exit code and the output."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
-    return run_forked(words, folder.parent / "output.txt", folder=folder)
-
-
 def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: tuple[Path, str]) -> None:
     (project[0].parent / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--of-a-plugin"\n')
-    code, said = run_tests(project[0])
-    assert code == 0, said
-    assert "6 passed" in said
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout
 
 
 def test_the_test_for_any_environment_holds_for_another_one_and_finds_a_broken_one(project: tuple[Path, str]) -> None:
     other = 'path = "envs.chain:ChainedSums"\n#'
     text = Path("run.toml").read_text().replace('path = "my_env:Backwards"\noptions', other)
     Path("run.toml").write_text(text)
-    code, said = run_tests(project[0], "test_environment.py")
-    assert code == 0, said
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     Path("run.toml").write_text(text.replace("envs.chain:ChainedSums", "my_env:Broken"))
     broken = "\n\nclass Broken(Backwards):\n    async def step(self, action: str) -> None: ..."
     Path("my_env.py").write_text(Path("my_env.py").read_text() + broken)
-    code, said = run_tests(project[0], "test_environment.py")
-    assert code == 1
-    assert "step() must return (observation, reward, terminated, truncated, info)" in said
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "step() must return (observation, reward, terminated, truncated, info)" in done.stdout
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

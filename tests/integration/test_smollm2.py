@@ -49,7 +49,7 @@ function = "agent_openai:solve"
 tasks = {{{{ path = "envs.instructions:Instructions", options = {{{{ kinds = ["begin", "without"] }}}} }}}}
 
 [rollout]
-max_new_tokens = 24
+max_new_tokens = 32
 
 [engine]
 max_sequences = 16
@@ -57,7 +57,7 @@ enforce_eager = true
 kv_cache_gib = 0.25
 
 [train]
-batch_size = 8
+batch_size = 16
 max_tokens_per_microbatch = 1024
 
 [eval]
@@ -88,7 +88,7 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     run = start(text=TEXT.replace("MODEL", str(smollm2)).replace("EXAMPLES", str(REPOSITORY / "examples")))
     assert run.wait(400) == 0, run.text()
     summary = run.summary()
-    assert (summary["samples"], summary["failures"]) == (16, 0)
+    assert (summary["samples"], summary["failures"]) == (32, 0)
     assert 0 < summary["canary_error"] < MIN_TOLERANCE[DTYPE]
     (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
     assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"

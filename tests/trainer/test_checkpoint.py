@@ -525,7 +525,7 @@ def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -
 def test_kill_9_during_a_write_leaves_the_previous_checkpoint_usable(tied_model: Path, tmp_path: Path) -> None:
     from tests.trainer import killed_writer  # which imports this module
 
-    writer = Rank(killed_writer.main, tied_model, tmp_path)
+    writer = Rank(target=killed_writer.main, args=(tied_model, tmp_path), daemon=True)
     writer.start()
     while not (tmp_path / "writing").exists():
         assert writer.is_alive()

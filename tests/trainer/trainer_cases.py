@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from flash.branches import count_trained_branches
 from flash.config.tree import Config
-from flash.foreign.forking import ForkedProcess
+from flash.foreign.forking import ForkedProcess, ForkServer
 from flash.samples.batches import split_into_shards, split_rounds
 from flash.sampling import Kept, Sampling
 from flash.trainer import checkpoint, checkpoint_files, step
@@ -26,7 +26,6 @@ from flash.trainer.model.packing_check import use_own_attention
 from flash.types import Batch, Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from flash.waiting import run_to_end
 from tests.branching import joined
-from tests.forked_command import imported
 
 VOCABULARY = 40
 
@@ -297,16 +296,16 @@ def train_in_rounds(trainer: step.Trainer, rounds: list[Shard]) -> dict[str, flo
 
 
 class Rank(ForkedProcess):
-    """Process of one of several ranks, forked from the server that all workers of a test session share."""
+    """Process of one of several ranks, forked from a server that has imported the ranks' modules."""
 
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        super().__init__(target=target, args=arguments, daemon=True)
-        self.server = imported()
+    server = ForkServer(
+        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card"))
+    )
 
 
 def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:
     """Run main(arguments…, rank, after…) for `count` ranks. All must exit with 0 in time."""
-    ranks = [Rank(main, *arguments, rank, *after) for rank in range(count)]
+    ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in range(count)]
     try:
         for rank in ranks:
             rank.start()
