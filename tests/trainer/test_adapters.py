@@ -217,7 +217,7 @@ def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_pa
     described.update(shape)
     described.layer_types = ["full_attention"] * sizes["num_hidden_layers"]
     described.save_pretrained(folder)
-    named = ModelConfig(path=str(folder))
+    named = ModelConfig(path=str(folder), dtype="bfloat16")
     model = add_adapters(empty_model(named), named, LoraConfig())
     share = sum(tensor.numel() for _, tensor in published_parameters(model)) / sum(
         tensor.numel() for tensor in model.parameters()
@@ -228,8 +228,8 @@ def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_pa
 def test_a_target_that_peft_refuses_is_told_with_the_others() -> None:
     model = tiny("mamba2", hidden_size=32, num_heads=4, head_dim=16)
     with pytest.raises(ConfigError, match=r"lora.targets: peft refuses .* Mamba2ForCausalLM: .*out_proj.* expected so"):
-        add_adapters(model, ModelConfig(path="unused"), LoraConfig())
-    assert add_adapters(model, ModelConfig(path="unused"), LoraConfig(targets=("in_proj",))) is model
+        add_adapters(model, ModelConfig(path="unused", dtype="bfloat16"), LoraConfig())
+    assert add_adapters(model, ModelConfig(path="unused", dtype="bfloat16"), LoraConfig(targets=("in_proj",))) is model
 
 
 def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(tied_model: Path) -> None:
