@@ -6,9 +6,9 @@ has one connection to the endpoint that stays open, and every second agent has i
 4 s for an answer of 128 tokens, in pieces of 16.
 
 The *added* time of a call is its time for the client less its time in the engine: sending, reading, rendering, the
-episode's own work, and the lag of both event loops. Every answer names its agent and turn: an answer that does not
-arrive is *lost*, and the answer of another agent is *crossed*. For comparison, an environment in this process plays the
-same turns without the endpoint.
+episode's own work, and the lag of both event loops. Every answer names its agent and turn: an error in place of an
+answer is a *lost* one, and the answer to another question is *crossed*. For comparison, an environment in this process
+plays the same turns without the endpoint.
 """
 
 from __future__ import annotations
@@ -187,14 +187,15 @@ async def _serve_order(connection: SocketStream) -> None:
         host, _, port = base_url.partition("//")[2].partition("/")[0].partition(":")
         await anyio.sleep(random.Random(number).uniform(0, STAGGER_S))
         async with await anyio.connect_tcp(host, int(port)) as stream:
-            took = await _play_turns(stream, key, number)
+            took = await play_turns(stream, key, number)
         await connection.send(msgspec.json.encode(took) + b"\n")
 
 
-async def _play_turns(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
+async def play_turns(stream: SocketStream, key: str, number: int) -> dict[str, Any]:
     """Play all turns of the agent `number`, over its connection to the endpoint.
 
-    Returns the seconds of each call by question (`took`), and the numbers of lost and crossed answers.
+    Returns the seconds of each call with the right answer by question (`took`), and the numbers of lost and crossed
+    answers.
     """
     received, messages = BufferedByteReceiveStream(stream), list[dict[str, str]]()
     found: dict[str, Any] = {"took": {}, "lost": 0, "crossed": 0}
@@ -205,28 +206,29 @@ async def _play_turns(stream: SocketStream, key: str, number: int) -> dict[str, 
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
         start = time.perf_counter()
         await stream.send(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        content = await (_streamed(received) if number % 2 else _whole(received))
-        found["took"][name] = time.perf_counter() - start
-        found["lost"] += not content
-        found["crossed"] += bool(content) and not content.startswith(f"{name}.")
+        content = await _answer(received)
+        seconds = time.perf_counter() - start
+        if content.startswith(f"{name}."):
+            found["took"][name] = seconds
+        else:
+            found["crossed" if content else "lost"] += 1
         messages.append({"role": "assistant", "content": content})
     return found
 
 
-async def _whole(received: BufferedByteReceiveStream) -> str:
-    """Read an HTTP response with one body, and return its answer; an empty text for an error."""
+async def _answer(received: BufferedByteReceiveStream) -> str:
+    """Read an HTTP response of one body or of server-sent events. Returns its answer; an empty text for an error."""
     head = (await received.receive_until(b"\r\n\r\n", 1 << 16)).lower()
-    size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-    reply = msgspec.json.decode(await received.receive_exactly(size))
-    return reply["choices"][0]["message"]["content"] if "choices" in reply else ""
-
-
-async def _streamed(received: BufferedByteReceiveStream) -> str:
-    """Read an HTTP response with server-sent events, and return the answer that they add up to."""
+    if b"content-length: " in head:  # one body, which is also the form of an error before a stream has begun
+        size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        reply = msgspec.json.decode(await received.receive_exactly(size))
+        return reply["choices"][0]["message"]["content"] if "choices" in reply else ""
     events = (await received.receive_until(b"0\r\n\r\n", 1 << 20)).split(b"data: ")
     chunks = [line.partition(b"\n\n")[0] for line in events[1:]]
-    deltas = [msgspec.json.decode(chunk)["choices"][0]["delta"] for chunk in chunks if chunk != b"[DONE]"]
-    return "".join(delta.get("content", "") for delta in deltas)
+    replies = [msgspec.json.decode(chunk) for chunk in chunks if chunk != b"[DONE]"]
+    if not all("choices" in reply for reply in replies):  # an error has ended the stream
+        return ""
+    return "".join(reply["choices"][0]["delta"].get("content", "") for reply in replies)
 
 
 # -- the node --------------------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def measure(args: Args) -> list[Row]:
     took = {name: seconds for one in found for name, seconds in one["took"].items()}
     case = f"{count} agents"
     rows = [
-        Row(case, "replies_lost", "replies", count * TURNS - len(took) + sum(one["lost"] for one in found), at_most=0),
+        Row(case, "replies_lost", "replies", sum(one["lost"] for one in found), at_most=0),
         Row(case, "replies_crossed", "replies", sum(one["crossed"] for one in found), at_most=0),
     ]
     for way, parity in (("in one piece", 0), ("streamed", 1)):
