@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks.form import Row
 from benchmarks.real.engine_efficiency import remove_end_token
+from flash.trainer.checkpoint_files import atomic_folder
 from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(shape.config()).to(torch.bfloat16).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
-        remove_end_token(folder)
+        with atomic_folder(folder) as new:  # so that a folder with weights is complete
+            Qwen3ForCausalLM(shape.config()).to(torch.bfloat16).save_pretrained(new)
+            AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(new)
+            remove_end_token(new)
     return folder
 
 
@@ -161,8 +163,9 @@ def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path) -> Path:
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE | {"vocab_size": vocabulary})).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
+        with atomic_folder(folder) as new:  # so that a folder with weights is complete
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE | {"vocab_size": vocabulary})).save_pretrained(new)
+            AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(new)
     return folder
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 from benchmarks.gpu.__main__ import main, parts
-from benchmarks.gpu.sizes import SMALL, TINY, Sizes, random_model, weight_bytes
+from benchmarks.gpu.sizes import SMALL, TINY, Sizes, mixture_model, random_model, weight_bytes
 from benchmarks.gpu.steps import GROUP_SIZE, random_shard
 from flash.config.machine import count_gpus
 
@@ -87,3 +88,20 @@ def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
     weights = TINY.layer_weights + TINY.width * TINY.vocabulary
     norms = TINY.layers * (2 * TINY.width + 2 * TINY.head_dim) + TINY.width
     assert weight_bytes(folder, 2) == 2 * (weights + norms)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("make", [partial(random_model, shape=TINY), partial(mixture_model, vocabulary=64)])
+def test_a_model_whose_tokenizer_could_not_be_written_is_made_again(tmp_path, make):
+    from transformers import AutoTokenizer
+
+    from flash.config.tree import TinyModelConfig
+    from flash.trainer.model.tiny_model import make_tiny_model
+
+    with pytest.raises(OSError, match="missing"):
+        make(tmp_path / "model", tokenizer_of=tmp_path / "missing")
+    tiny = TinyModelConfig(layers=1, width=32, warm_start_steps=0)
+    make_tiny_model(tmp_path / "tiny", tiny, "envs.arithmetic:Arithmetic", {}, lambda *_: None)
+    folder = make(tmp_path / "model", tokenizer_of=tmp_path / "tiny")
+    assert AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tiny"]
