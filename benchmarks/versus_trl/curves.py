@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.form import Row, new_picture, save_picture
+from flash.errors import ConfigError
 from flash.observe.stats import Interval, mean_interval
 
 COLORS = ("tab:blue", "tab:orange", "tab:brown", "tab:green", "tab:gray")
@@ -95,8 +96,18 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
     The goal is for the first of `others`. If Flash's run does not reach the accuracy, its speed-up is 0. If another
     system's run does not reach it, the whole run counts, so the speed-up is a lower bound. `name` is the name of the
     workload.
+
+    Raises:
+        ConfigError: an untrained policy already has the accuracy, so there is no time to compare.
     """
     label = name + (f", seed {ours.seed}" if ours.seed else "")
+    for curve in (ours, *others):
+        if (first := curve.points[0].accuracy) >= case.accuracy:
+            raise ConfigError(
+                f"{label}: the untrained policy of {curve.system} already has the accuracy {first:g}; expected less "
+                f"than the {case.accuracy:g} to which the systems are timed: raise `accuracy` of this case in "
+                "benchmarks/versus_trl/run.py"
+            )
     ours_s, out = seconds_to(ours.points, case.accuracy), list[Row]()
     for number, theirs in enumerate(others):
         pair, last, their_last = f"{label}, over {theirs.system}", ours.points[-1], theirs.points[-1]

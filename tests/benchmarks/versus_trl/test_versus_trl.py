@@ -104,6 +104,13 @@ def test_a_run_that_misses_the_accuracy_is_no_speedup_and_one_of_trl_is_a_lower_
     assert bound["long, over TRL 0", "speedup"].ours == 5.0
 
 
+@pytest.mark.parametrize("system", ["Flash", "TRL 0"])
+def test_an_accuracy_that_the_untrained_policy_has_is_refused(system):
+    soon, trained = [(0, 0.6), (10, 0.7)], [(0, 0.2), (10, 0.7)]
+    with pytest.raises(ConfigError, match=rf"untrained policy of {system} already has the accuracy 0\.6"):
+        figures(*((soon, trained) if system == "Flash" else (trained, soon)))
+
+
 def test_the_speedup_of_several_seeds_is_their_mean_with_an_interval():
     case = Case(title="", accuracy=0.6, goal=2.5)
     made = [
