@@ -89,9 +89,16 @@ class Sources:
 
     def _read(self, name: str) -> ast.Module:
         """Parse the module of a dotted name. A module that does not exist is empty."""
+        file = self._file(name)
+        return ast.parse("" if file is None else file.read_text(encoding="utf-8"))
+
+    def _file(self, name: str) -> Path | None:
+        """Return the source of the module or package of a dotted name, or its stub if it is compiled; None if it does
+        not exist."""
         path = self._folder.joinpath(*name.split("."))
-        files = (path / "__init__.py", *(path.with_name(f"{path.name}.{kind}") for kind in ("py", "pyi")))
-        return ast.parse(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), ""))
+        places = (path / "__init__", path)
+        files = (place.with_name(f"{place.name}.{kind}") for kind in ("py", "pyi") for place in places)
+        return next(filter(Path.is_file, files), None)
 
     def find(self, module: str, name: str) -> Found | None:
         """Return the definition of a name in a module; None if it has none. Imports are followed to other modules."""
@@ -120,8 +127,8 @@ class Sources:
         """Return the dotted name of `other`, which `module` imports with `level` dots before it."""
         if not level:
             return other
-        is_package = self._folder.joinpath(*module.split("."), "__init__.py").is_file()
-        package = module.split(".")
+        file, package = self._file(module), module.split(".")
+        is_package = file is not None and file.stem == "__init__"
         return ".".join([*package[: len(package) - level + is_package], other])
 
     def member(self, owner: ast.AST, module: str, name: str) -> Found | None:

@@ -96,3 +96,18 @@ def test_what_another_build_has_otherwise_is_named(
     *_, what, fault = change
     found = other(change in ALONE)
     assert any(what in row.what and fault in row.fault for row in found), found
+
+
+def test_a_package_that_has_only_a_stub_is_read(tmp_path: Path) -> None:
+    files = {
+        "cuda.py": "from box._C import first, second",
+        "_C/__init__.pyi": "from ._inner import second\ndef first() -> None: ...",
+        "_C/_inner.pyi": "def second() -> None: ...",
+    }
+    for name, text in files.items():
+        file = tmp_path / "box" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    sources = gpu_sources.Sources(tmp_path)
+    found = [sources.find("box.cuda", name) for name in ("first", "second", "third")]
+    assert [one and one.module for one in found] == ["box._C", "box._C._inner", None]
