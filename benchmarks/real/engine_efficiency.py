@@ -44,9 +44,9 @@ from flash.types import Canary, Published
 
 GOAL = 0.95
 """Goal of `efficiency`."""
-FIRST_VERSION = 10
-"""Version of the first round; each round has the next one. Versions 0 and 1, the first and the last of a run of one
-step, would be evaluated."""
+VERSION = 10
+"""Version of the weights, which never change. Versions 0 and 1, the first and the last of a run of one step, would be
+evaluated."""
 
 
 class FixedEngine:
@@ -56,12 +56,13 @@ class FixedEngine:
 
     Args:
         engine: the real engine, which runs already.
-        version: version of the round, which the engine reports although its weights never change.
     """
 
-    def __init__(self, engine: VLLMEngine, version: int) -> None:
+    version = VERSION
+    """Version of the weights, as a node reads it."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        self.version = version
         self.generate = engine.generate
 
     @property
@@ -135,11 +136,11 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
     )
 
 
-async def through_flash(config: Config, engine: VLLMEngine, version: int, tokenizer: HfTokenizer) -> float:
+async def through_flash(config: Config, engine: VLLMEngine, tokenizer: HfTokenizer) -> float:
     """Send a batch of samples through the whole path: a hub over TCP, a new node, and the engine.
 
-    This function also plays the trainer, which publishes a version and takes the batch. Returns the seconds from the
-    start of the node to the complete batch. `version` is the version of the round.
+    This function also plays the trainer, which publishes VERSION and takes the batch. Returns the seconds from the
+    start of the node to the complete batch.
     """
     now = anyio.current_time
     hub = Hub(config, MemoryObserver(), now=now)
@@ -156,12 +157,12 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.HubRequest, handler)
         async with connect("127.0.0.1", port, token, "node-0", 30.0) as link:
-            fixed, env = [same_engine(FixedEngine(engine, version))], NodeEnvironment(make_env)
+            fixed, env = [same_engine(FixedEngine(engine))], NodeEnvironment(make_env)
             node = RolloutNode(config, HubLink(0, 0, link), fixed, tokenizer, env, now=now)
-            await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
+            await hub.handle(p.PublishRequest(Published(VERSION, "tcp", b"", Canary([], []))))
             start = time.perf_counter()
             group.start_soon(node.run)
-            await hub.handle(p.EngineReport(0, version + 1, [p.EngineStatus(0, version, 0.0, 0.0, 0.0)], []))
+            await hub.handle(p.EngineReport(0, VERSION + 1, [p.EngineStatus(0, VERSION, 0.0, 0.0, 0.0)], []))
             reply = await hub.handle(p.BatchRequest(0, 0, []))
             seconds = time.perf_counter() - start
             assert reply.shard is not None
@@ -206,14 +207,14 @@ async def measure(
     tokenizer = HfTokenizer(config.model)
     await engine.start()
     try:
+        bare_engine = engine._llm  # no public attribute gives it
+        # Label of all tokens. With vLLM's label at the start they would be older than VERSION, and too old to train.
+        await bare_engine.update_weight_version(str(VERSION))
         ours: list[float] = []
         bare: list[float] = []
-        for index in range(rounds + 1):
-            # No public attribute gives the bare engine.
-            bare.append(await through_engine(engine._llm, prompts, tokens))
-            # Tokens get the version of the round. Otherwise they would count as too old.
-            await engine._llm.update_weight_version(str(FIRST_VERSION + index))
-            ours.append(await through_flash(config, engine, FIRST_VERSION + index, tokenizer))
+        for _ in range(rounds + 1):
+            bare.append(await through_engine(bare_engine, prompts, tokens))
+            ours.append(await through_flash(config, engine, tokenizer))
         return ours[1:], bare[1:]
     finally:
         await engine.close()

@@ -25,7 +25,7 @@ import msgspec
 
 from benchmarks.form import Args, Row, main
 from benchmarks.real.engine_efficiency import (
-    FIRST_VERSION,
+    VERSION,
     FixedEngine,
     config_for,
     endless_model,
@@ -46,12 +46,10 @@ from flash.rollout.supervisor import same_engine
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.run.node_loop import unix_clock
 from flash.transport.frames import ReplyT, Request
-from flash.types import Canary, Completion, Lease, Published, Task, VersionRun
+from flash.types import Completion, Lease, Task, VersionRun
 
 TOKENS, GROUP = 16, 8
 """Tokens of a response, and samples of a group."""
-VERSION = FIRST_VERSION
-"""Version of the weights, or of the first round with vLLM."""
 LOOP_GOAL_US, LOOP_RATIO, ENGINE_RATIO = 250.0, 4.5, 1.1
 """Goals of the loop (microseconds per sample), of its ratio to the bare one, and of the ratios to the bare engine."""
 
@@ -87,17 +85,15 @@ class DealingHub:
         """Number of samples whose result has come."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Answer a request of the node at once. Requests for further versions and for cancelled leases wait forever.
+        """Answer a request of the node at once. Requests for newer versions and for cancelled leases wait forever.
 
-        The node needs no other reply than leases and the first version.
+        The node needs no other reply than leases, because `FixedEngine` has VERSION from the start.
         """
         match cast("object", request):
             case p.LeaseRequest():
                 return cast("ReplyT", self._lease(request.capacity))
             case p.DeliverRequest():
                 self.delivered += len(request.ended)
-            case p.VersionRequest(after=after) if after < VERSION:
-                return cast("ReplyT", p.VersionReply(Published(VERSION, "tcp", b"", Canary([], [])), done=False))
             case p.VersionRequest() | p.CancelRequest():
                 await anyio.sleep_forever()
             case _:
@@ -124,7 +120,7 @@ async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> 
     """Send all samples through a rollout node with `IdleEngine` and `DealingHub`."""
     hub = DealingHub(samples)
     # `FixedEngine` only uses those members of a `VLLMEngine` that `IdleEngine` has.
-    env, engine = NodeEnvironment(make_env), same_engine(FixedEngine(cast("VLLMEngine", IdleEngine()), VERSION))
+    env, engine = NodeEnvironment(make_env), same_engine(FixedEngine(cast("VLLMEngine", IdleEngine())))
     node = RolloutNode(config, HubLink(0, 0, hub), [engine], tokenizer, env, now=unix_clock())
     await node.run()
     assert hub.delivered == samples
@@ -202,7 +198,7 @@ async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]
     tokenizer, clocks = HfTokenizer(config.model).ready(), Clocks()
     works: dict[str, Callable[[], Awaitable[object]]] = {
         "loop": lambda: through_node(config, tokenizer, samples),
-        "with hub": lambda: through_flash(config, cast("VLLMEngine", IdleEngine()), VERSION, tokenizer),
+        "with hub": lambda: through_flash(config, cast("VLLMEngine", IdleEngine()), tokenizer),
         "bare": lambda: by_hand(config, tokenizer, samples),
     }
     found = [
@@ -214,8 +210,8 @@ async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]
 async def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Measure the whole path with a vLLM engine, and a bare `AsyncLLM`, in turns.
 
-    Returns the microseconds per sample of each process through the whole path, then those of the bare engine, in the
-    fastest of `rounds` rounds, after one round that is not counted.
+    Returns the microseconds per sample of each process through the whole path, then those of the bare engine. Each is
+    that of the process's fastest of `rounds` rounds, after one round that is not counted.
     """
     config = config_for(model, TOKENS, samples)
     # The bare engine samples without seeds, too.
@@ -227,15 +223,14 @@ async def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str
     engine = VLLMEngine(config, 0)
     await engine.start()
     try:
+        # Label of all tokens. With vLLM's label at the start they would be older than VERSION, and too old to train.
+        await engine._llm.update_weight_version(str(VERSION))
         clocks = Clocks(engine._processes.core)  # the private attribute on purpose: no interface gives the process id
         ours: list[dict[str, float]] = []
         bare: list[dict[str, float]] = []
-        for version in range(VERSION, VERSION + rounds + 1):
+        for _ in range(rounds + 1):
             bare.append(await clocks.measure(lambda: through_engine(engine._llm, prompts, TOKENS), samples))
-            # The label of the tokens that follow; without it they would count as older than the round.
-            await engine._llm.update_weight_version(str(version))
-            path = partial(through_flash, config, engine, version, tokenizer)
-            ours.append(await clocks.measure(path, samples))
+            ours.append(await clocks.measure(partial(through_flash, config, engine, tokenizer), samples))
         return least(ours[1:]), least(bare[1:])
     finally:
         await engine.close()
