@@ -162,14 +162,9 @@ class Job:
     # -- the end of the job -------------------------------------------------------------------------------------------
 
     async def end(self) -> list[str]:
-        """Interrupt the job. Returns a line for each command that did not end within `END_S` and was killed."""
+        """Interrupt the job when all faults are over. Returns a line for each command that had to be killed, because it
+        did not end within `END_S`."""
         self._ending = True
-        # Faults are over, but two that overlapped may have left a link cut or a process stopped.
-        for host in range(len(NAMES)):
-            self._hosts.heal(host)
-            for pid in self._hosts.processes(host):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
         for launch in self._launches.values():
             launch.send_signal(signal.SIGINT)
         return await self._wait_ended(END_S)
