@@ -233,7 +233,7 @@ def metrics_page(text: str) -> str:
 
 
 def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
-    """Yield a table for each group of columns."""
+    """Yield a table for each group of columns. Neighbouring columns with the same meaning share a row."""
     for group in groups:
         if group.about:
             yield f"{group.about}\n"

@@ -118,7 +118,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.method.key}-{ages}{self.alpha}-s{self.seed}-{digest}"
 
     def config(self) -> Config:
-        """Return the configuration of the trainer in this process, on the CPU."""
+        """Return the configuration of the trainer in the cell's process, on the CPU and without a hub.
+
+        `benchmarks.offpolicy.run.make_model` makes the model from it, too. `Setting.eval_every` and `mixed` set no key,
+        because `benchmarks.offpolicy.harness` evaluates and chooses the ages of a batch itself.
+        """
         setting, method = self.setting, self.method
         lag = None if method.budget is None else {"budget": method.budget}
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}

@@ -53,7 +53,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
 
 
 def shown(ms: float) -> str:
-    """Format a time with two or three significant digits."""
+    """Format a time: whole milliseconds from 10 ms to 1 s, otherwise two significant digits."""
     if ms >= 1000:
         return f"{ms / 1000:.2g} s"
     return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"

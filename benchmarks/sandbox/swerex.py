@@ -57,10 +57,11 @@ LONGEST_ANSWER = 1 << 20
 
 
 def python() -> Path:
-    """Return the environment's Python; make the environment first, unless it exists.
+    """Return the environment's Python; make the environment first, unless it exists with these packages.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it; its output was shown.
+        subprocess.TimeoutExpired: pip took longer than INSTALL_S.
     """
 
     def install(executable: Path) -> None:

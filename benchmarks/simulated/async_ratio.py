@@ -65,6 +65,7 @@ def stragglers(args: Args) -> list[Row]:
 def areal_rows(case: str, report: SimReport, peer: PeerReport) -> list[Row]:
     """Return rows with the throughput and the oldest trained token of a run of ours and of a run by AReaL's rules."""
     return [
+        # Not `samples_per_s`, because the plot has a point for each row of that name.
         Row(case, "areal_samples_per_s", "samples/s", report.samples_per_s, peer=peer.samples_per_s),
         Row(case, "age_versions", "versions", max(report.ages), peer=peer.oldest_age),
     ]

@@ -125,7 +125,7 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     threads = len(os.sched_getaffinity(0))
     run_command(command, RUN_TIMEOUT_S, environment.variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())
-    lengths = [batch["mean_tokens"] for batch in report["batches"]]
+    lengths = [generation["mean_tokens"] for generation in report["generations"]]
     saved = [(int(one.stem.removeprefix("step-")), one) for one in sorted((out / "weights").iterdir())]
     samples = config.train.batch_size * config.run.steps
     return Trained(report["seconds"], saved, samples, sum(lengths) / len(lengths), report["software"])

@@ -37,21 +37,24 @@ SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 
 
 class Scorer:
-    """Reward function of TRL that returns the environment's rewards, and records rewards and lengths of each batch."""
+    """Reward function of TRL that returns the environment's rewards. Records rewards and lengths of each generation.
+
+    A generation has the samples of `batches_per_generation` batches. TRL scores all of them at once.
+    """
 
     __name__ = "environment"
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.batches: list[dict[str, float]] = []
-        """Mean reward, mean tokens and longest answer of each batch."""
+        self.generations: list[dict[str, float]] = []
+        """Mean reward, mean tokens and longest answer of each generation."""
 
     def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
         """Return the reward of each completion, which is a text or, where prompts are messages, a message."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         given = rewards(self._config, seed, texts)
         lengths = [len(ids) for ids in completion_ids]
-        self.batches.append(
+        self.generations.append(
             {"reward": sum(given) / len(given), "mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
         )
         return given
@@ -63,7 +66,7 @@ class TimedSaves(TrainerCallback):
     Args:
         weights: folder of the saved weights.
         config: names the steps after which weights are saved.
-        scorer: has the reward of each batch, which is printed.
+        scorer: has the mean reward of the newest generation, which is printed.
     """
 
     def __init__(self, weights: Path, config: Config, scorer: Scorer) -> None:
@@ -90,7 +93,7 @@ class TimedSaves(TrainerCallback):
         if step % self._every == 0 or step == self._steps:
             tensors = {name: parameter.detach().contiguous() for name, parameter in kwargs["model"].named_parameters()}
             save_file(tensors, self._weights / f"step-{step:06d}.safetensors")
-            reward = self._scorer.batches[-1]["reward"]
+            reward = self._scorer.generations[-1]["reward"]
             print(f"TRL: step {step} of {self._steps}, {self.seconds[-1]:.1f} s, reward {reward:.3f}", flush=True)
             self._saving_s += time.perf_counter() - now
 
@@ -106,7 +109,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     trainer.train()
     report = {
         "seconds": clock.seconds,
-        "batches": scorer.batches,
+        "generations": scorer.generations,
         "software": {name: metadata.version(name) for name in SOFTWARE},
     }
     (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))

@@ -54,7 +54,8 @@ def simulate(config: Config) -> SimReport:
     """Run a configuration with a `[simulate]` table on a new virtual clock, and return the report.
 
     Raises:
-        FlashError: an error that would also stop the real run, such as BreakerError.
+        FlashError: an error that would also stop the real run, such as BreakerError; or ContractError if the tasks
+            of the simulation wait for each other, or for something outside the process.
     """
 
     async def run() -> SimReport:

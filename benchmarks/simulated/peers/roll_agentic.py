@@ -5,7 +5,8 @@ its own, and keeps to one engine. A group may open one episode per step, ⌈α�
 is free joins the oldest one of its group that still wants members. The first `group_size` finishers make an episode
 complete and the first G episodes make the batch, by the step in which they were opened, oldest first, with a wait for
 each older step. The others run on to their end, are discarded, and keep their environment busy meanwhile. At each step
-the running requests are aborted, all engines are updated together, and the turn starts again.
+the running requests are aborted (queued ones still run to their end), all engines are updated together, and the aborted
+turns start again.
 """
 
 from __future__ import annotations

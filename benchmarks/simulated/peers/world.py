@@ -204,7 +204,11 @@ class World:
                 loads.start_soon(_load, engine, published)
 
     async def update(self) -> None:
-        """Pause generation, load the next version into all engines, and continue."""
+        """Load the next version into all engines, between two times of generation.
+
+        New requests are stopped. The queued ones then run to their end under the old version, and the running ones are
+        aborted; `Router.pause` says when nothing is aborted. After the load, requests are let in again.
+        """
         await self.router.pause()
         await self.publish()
         self.router.resume()
