@@ -176,7 +176,8 @@ def report_error(hub: BlockingClient, index: int, error: Exception, seconds: flo
         error = CollectiveError(f"a collective with {peers} failed, as when one is gone or cut off: {error}")
     message = f"trainer rank {index}: {error}"
     if not isinstance(error, FlashError):
-        sys.stderr.write(harmless("".join(traceback.format_exception(error))))
+        with suppress(OSError):  # the reader of the output may be gone, and the hub must get the error
+            sys.stderr.write(harmless("".join(traceback.format_exception(error))))
         message = f"trainer rank {index} failed with {type(error).__name__}: {error}"
     try:
         hub.call(p.Fatal(type(error).__name__, message), timeout=seconds)

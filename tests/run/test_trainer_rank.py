@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from contextlib import redirect_stderr
 
 import pytest
 from torch.distributed import DistBackendError
@@ -51,6 +53,20 @@ def test_a_bug_is_told_with_its_class_and_shown_with_its_traceback(capsys: pytes
     report_error(hub, 0, KeyError("lm_head"), seconds=1, peers=PEER)
     assert hub.told == [p.Fatal("KeyError", "trainer rank 0 failed with KeyError: 'lm_head'")]
     assert "KeyError: 'lm_head'" in capsys.readouterr().err
+
+
+class Unread(io.StringIO):
+    """Output whose reader is gone."""
+
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError
+
+
+def test_the_hub_gets_a_bug_also_if_nobody_reads_the_output() -> None:
+    hub = FakeHub()
+    with redirect_stderr(Unread()):
+        report_error(hub, 0, KeyError("lm_head"), seconds=1, peers=PEER)
+    assert hub.told == [p.Fatal("KeyError", "trainer rank 0 failed with KeyError: 'lm_head'")]
 
 
 @pytest.mark.parametrize(

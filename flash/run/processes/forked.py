@@ -11,12 +11,15 @@ these imports starts no server: all processes of its launch are forked from that
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -107,10 +110,10 @@ class JobProcess(ForkedProcess):
         use_own_resource_tracker()
         set_process_title(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
         # The environment of a user may be in the working directory, which only `python -m` puts on the import path.
-        # Output is written through, so that people see it at once and not only when a buffer is full.
         sys.path.insert(0, os.getcwd())
+        # Each line is written at once, also to a pipe or a file. A process that is killed would lose its buffer.
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)
 
     def run(self) -> None:
         """Run the worker in the new process, and exit with the exit code that the worker returns.
@@ -119,8 +122,11 @@ class JobProcess(ForkedProcess):
         """
         self.enter()
         code: int = import_module(WORKER_MODULE).main(self._role, self._file, self._order)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # `os._exit` does not flush. The reader of the output may be gone: an error here would make the exit code 1,
+        # which the supervisor takes for a failure of this process.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         # `os._exit` does not wait for threads of libraries, which may wait for a dead peer. Engines watch this process
         # and end with it.
         os._exit(code)

@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
 
@@ -71,7 +72,8 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
     except KeyboardInterrupt:
         return End.INTERRUPTED
     except Exception:  # outermost boundary of the process: show the bug, and end with a code that the supervisor knows
-        sys.stderr.write(harmless(traceback.format_exc()))
+        with suppress(OSError):  # as in `print_error`
+            sys.stderr.write(harmless(traceback.format_exc()))
         return End.FAILED
 
 
@@ -97,10 +99,14 @@ def start_logging() -> None:
 
 
 def print_error(error: FlashError) -> None:
-    """Print an error that ends the process to standard error, in the format of the commands."""
+    """Print an error that ends the process to standard error, in the format of the commands.
+
+    The reader of the output may be gone. That must not change the exit code, so it is ignored.
+    """
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.write(f"flash: error: {kind}{harmless(str(error))}\n")
+        sys.stderr.flush()
 
 
 def _run_role(role: Role, order: ProcessOrder, config: Config) -> End:

@@ -1,0 +1,85 @@
+"""Processes of a job write each line at once, and end with their own exit code if nobody reads their output."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flash.foreign.forking import ForkServer
+from flash.run.joined import say
+from flash.run.processes.forked import JobProcess, ProcessOrder
+from flash.run.processes.launch_state import SCRATCH, SCRATCH_LOCK
+from flash.run.processes.supervisor import End
+
+
+class Speaks(JobProcess):
+    """Prints a line. Then its worker ends with an error, because it has no configuration."""
+
+    def enter(self) -> None:
+        super().enter()
+        say("hello")
+
+
+class Stays(JobProcess):
+    """Prints a line as the environment of a user does, and lives on."""
+
+    def run(self) -> None:
+        self.enter()
+        sys.stdout.write("hello\n")
+        time.sleep(600)
+
+
+@contextmanager
+def output_into(descriptor: int, pipe: int) -> Generator[None]:
+    """Let a standard output of this process, and of those that it starts meanwhile, go into a pipe."""
+    before = os.dup(descriptor)
+    os.dup2(pipe, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
+
+
+def start(kind: type[JobProcess], folder: Path) -> JobProcess:
+    (folder / SCRATCH_LOCK).touch()
+    server, variables = ForkServer("flash.run.processes.worker"), {SCRATCH: str(folder)}
+    process = kind(server, "node", folder / "missing", ProcessOrder(0), variables)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_a_process_whose_output_nobody_reads_keeps_its_exit_code(
+    descriptor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    read, write = os.pipe()
+    os.close(read)
+    with output_into(descriptor, write):
+        process = start(Speaks, tmp_path)
+    os.close(write)
+    process.join(300)
+    assert process.exitcode == End.FINAL
+
+
+def test_a_line_is_written_at_once_also_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    read, write = os.pipe()
+    with output_into(1, write):
+        process = start(Stays, tmp_path)
+    os.close(write)
+    try:
+        assert select.select([read], [], [], 30)[0], "the process has printed, and lives on"
+        assert os.read(read, 100) == b"hello\n"
+    finally:
+        process.kill()
+        process.join(300)
+        os.close(read)
