@@ -210,15 +210,17 @@ class JoinedNode:
         say(f"node {number} makes samples after {elapsed_s:.1f} s; its engines took {start_s:.1f} s of them to start")
 
     async def _print_start(self) -> None:
-        """Print a line every STARTUP_LINE_S seconds while the engines start, since a start can take minutes.
+        """Print a line every STARTUP_LINE_S seconds while the engines start, since a start can take minutes. `_serve`
+        has printed a line at the very beginning.
 
         A task that `_serve` starts together with `_work`. Waits only for the clock. Ends when a hub knows the first
         engine, or when the node has ended.
         """
         begun = anyio.current_time()
+        await anyio.sleep(STARTUP_LINE_S)
         while not self._samples and not self._ended:
-            if (seconds := anyio.current_time() - begun) > 0:  # `_serve` has printed a line at the very beginning
-                say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
+            seconds = anyio.current_time() - begun
+            say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
             await anyio.sleep(STARTUP_LINE_S)
 
     async def make_node(self, link: HubLink) -> RolloutNode:

@@ -94,6 +94,7 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
     assert len(one.line.made) == 1
     assert one.line.newest.closed
     assert "node 1 of run: starting 1 engine" in out
+    assert "starting engines" not in out, "the first line about its seconds comes after some of them"
 
 
 async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
