@@ -7,11 +7,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError
+from flash.hub import protocol as p
 from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, hub_token, withdraw
-from flash.run.processes.rendezvous import address_towards, find_hub
+from flash.run.processes.rendezvous import address_towards, ask, find_hub
 from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
 
@@ -103,3 +105,10 @@ def test_a_loopback_address_of_ones_own_name_is_not_announced_to_other_machines(
 def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="FLASH_TOKEN is no token"), hub_token(tmp_path, "short"):
         pass
+
+
+@pytest.mark.parametrize(("host", "hint"), [("127.0.0.1", True), ("::1", True), ("localhost", False)])
+def test_where_no_hub_lets_us_in_at_a_loopback_address_the_error_says_who_can_join(host: str, hint: bool) -> None:
+    with pytest.raises(PeerLostError) as refused:
+        anyio.run(ask, HubAddress(host, 9, bytes(32)), p.RunRequest(p.dialect()))
+    assert ("only nodes on its own machine can join" in str(refused.value)) == hint

@@ -166,7 +166,7 @@ def _own_address(family: int, place: tuple[Any, ...]) -> str:
 def _is_loopback(host: str) -> bool:
     """Return True for a loopback address. A host name is none."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name
         return False
 
@@ -178,13 +178,18 @@ async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = AS
     and reply.
 
     Raises:
-        FlashError: see `connect` and `Client.call`. If the hub's address is a loopback address, the message says so.
+        FlashError: see `connect` and `Client.call`. If no hub lets this process in at a loopback address, the message
+            adds that only the hub's own machine reaches it there.
     """
+    connected = False
     try:
         async with connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds) as hub:
+            connected = True
             return await hub.call(request, seconds)
-    except FlashError as error:
-        if not error.fatal and not isinstance(error, DeadlineError) and address.host.startswith("127."):
+    except TransportError as error:
+        # On another machine than the hub's, no process listens at a loopback address, or one of this machine, which has
+        # another token or none. After the hub has proven the token, errors have other causes.
+        if not connected and _is_loopback(address.host):
             error.args = (f"{error} (only nodes on its own machine can join, unless it has a cluster.hub_host)",)
         raise
 
