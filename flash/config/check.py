@@ -3,7 +3,8 @@
 Each table has one function `check_TABLE`, which yields every problem of its keys, and some have `advise_TABLE`, which
 yields warnings. The tuples at the end of this file list them. The functions are not methods of the tables, because most
 rules compare keys of several tables, and because a file of tables must not import environments, objectives and vLLM's
-arguments. `flash.config.load` calls `check` with the resolved configuration, in which `auto` is replaced by numbers.
+arguments. `flash.config.load` calls `check` with the resolved configuration, in which `auto` is replaced in the keys
+cluster.gpus_per_node and model.dtype.
 
 Beside this file, `flash.config.check_learning` has the functions of the tables that train, `flash.config.machine` those
 of the tables that place processes, and `flash.config.models` those of models. `flash.run.checks.preflight` checks what
@@ -170,11 +171,6 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
     for name, fault in sampling_faults(config.sampling):
         yield ConfigProblem(f"rollout.{name}", fault)
-    if (coarse := config.why_kept_tokens_unknown(config.sampling)) is not None:
-        yield ConfigProblem("rollout.top_k", coarse)
-    if rollout.routing_replay and config.gpus_per_node == 0:
-        message = "expected false without GPUs: vLLM's engine on the CPU does not report which experts it chose"
-        yield ConfigProblem("rollout.routing_replay", message)
     members = rollout.group_size + rollout.extra_per_group
     if "group" in rollout.barriers and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
         message = (
@@ -198,9 +194,15 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_rollout(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the settings of `[rollout]` are consistent, and that a sequence of full length fits into an
-    episode."""
+    """Check that the settings of `[rollout]` are consistent and possible with this model and on these devices, and that
+    a sequence of full length fits into an episode."""
     yield from check_sampling(config)
+    # The trainer must know which tokens `top_k` keeps. It does not with logits in bfloat16, nor with drafted tokens.
+    if (why_unknown := config.why_kept_tokens_unknown(config.sampling)) is not None:
+        yield ConfigProblem("rollout.top_k", why_unknown)
+    if config.rollout.routing_replay and config.gpus_per_node == 0:
+        message = "expected false without GPUs: vLLM's engine on the CPU does not report which experts it chose"
+        yield ConfigProblem("rollout.routing_replay", message)
     longest, episode = config.model.max_length, config.rollout.max_episode_tokens
     if episode is not None and episode < longest:
         message = (

@@ -368,3 +368,15 @@ def test_updates_within_a_streamed_step_need_batches_to_train_again(checkpoint: 
     )
     assert one is None
     assert ("an interrupt between two updates" in (two or "")) == bool(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.routing_replay=true", "cluster.gpus_per_node=0"],
+        ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
+    ],
+)
+def test_a_simulation_is_not_refused_for_what_only_its_model_or_devices_cannot_do(overrides: list[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "simulate.toml"
+    assert load(example, overrides, simulated=True).simulate is not None
