@@ -30,7 +30,11 @@ TYPED_VARIABLE = "FLASH_TYPED"
 
 
 class CommandParsers(Protocol):
-    """Collection to which a command adds its parser: argparse's subparsers, whose own class is private."""
+    """Collection to which a command adds its parser: argparse's subparsers, whose own class is private.
+
+    If a command's positional argument is named `config`, files and settings may also follow options
+    (`flash.cli.main.parse`). If `KEY=VALUE` is in its `metavar`, `unknown_arguments` suggests settings.
+    """
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
         """Add a command and return its parser. `help` is the text of the command in `flash --help`."""
@@ -154,13 +158,13 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
         given: all arguments of the command line.
     """
     word = unknown[0]
-    after = given[list(given).index(word) + 1 :] if word in given else []
     message = f"unrecognized arguments: {' '.join(unknown)}"
-    options = [option for option in OPTION.findall(parser.format_help()) if option not in ("-h", "--help")]
     # The command takes settings, so a user may have written one as an option: `--train.async-ratio 2`.
-    if "KEY=VALUE" in parser.format_usage() and (setting := as_setting(word.lstrip("-"), after)):
-        return f"{message}; a setting is given as {setting}"
-    return message + suggest(word.partition("=")[0], options)
+    if "KEY=VALUE" in parser.format_usage():
+        after = given[given.index(word) + 1 :]
+        if setting := as_setting(word.lstrip("-"), after):
+            return f"{message}; a setting is given as {setting}"
+    return message + suggest(word.partition("=")[0], OPTION.findall(parser.format_help()))
 
 
 def unknown_command(name: str, commands: Sequence[str]) -> str:

@@ -156,8 +156,8 @@ def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "config",
         nargs="*",
-        metavar="KEY=VALUE",
-        help="Settings that differ from those of the run, such as algorithm.objective=cispo.",
+        metavar="CONFIG|KEY=VALUE",
+        help="Configuration files and settings that differ from those of the run, such as algorithm.objective=cispo.",
     )
     parser.add_argument(
         "--from-step",

@@ -159,6 +159,7 @@ def test_an_unknown_argument_is_refused_by_name(
         (["--train.async_ratio=2"], "a setting is given as `train.async_ratio=2`"),
         (["--seed"], "a setting is given as `run.seed=VALUE` or `tiny_model.seed=VALUE`"),
         (["--dry-rn"], "unrecognized arguments: --dry-rn; did you mean `--dry-run`?"),
+        (["--hepl"], "unrecognized arguments: --hepl; did you mean `--help`?"),
     ],
 )
 def test_an_option_that_is_a_setting_or_misspelt_is_told_how_it_is_written(
