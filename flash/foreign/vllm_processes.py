@@ -160,7 +160,8 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
     core begins.
 
     vLLM ends the other workers, by signals too, when a worker has ended. `report` is called before that, so that the
-    first cause is known. vLLM's own log message about a killed worker is left out: it only repeats the report.
+    first cause is known. It may end this core, and then does not return. vLLM's own log message about a killed worker
+    is left out: it only repeats the report.
     """
     from vllm.v1.executor import multiproc_executor
 
@@ -178,7 +179,7 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
 
     def report_and_end_all(workers: Sequence[Any]) -> None:
         """Report a killed worker. If none was killed, log vLLM's message that was held back. Then end all workers as
-        vLLM does."""
+        vLLM does, unless `report` has ended this core."""
         killed = _killing_signal(workers)
         if killed is not None:
             report(killed)
@@ -195,8 +196,8 @@ def on_killed_worker(report: Callable[[int], None]) -> None:
 def _killing_signal(workers: Sequence[Any]) -> int | None:
     """Return the number of the signal that has killed one of the worker processes; None if none was killed.
 
-    Called when the core has noticed that a worker has ended. Waits up to EXIT_CODE_S for the first exit code. Workers
-    that still run are not ended.
+    Called before vLLM ends all workers: when the core has noticed that a worker has ended, and at each shutdown. Waits
+    up to EXIT_CODE_S for the first exit code. Workers that still run are not ended.
     """
     connection.wait([worker.sentinel for worker in workers], EXIT_CODE_S)
     for worker in workers:

@@ -371,7 +371,8 @@ def _check_base(checkpoint: Path, model: PreTrainedModel, config: Config) -> Non
     fingerprint = Fingerprint()
     for parameter in model.parameters():
         fingerprint.add(parameter)
-    # `base` holds the checksums of the weights beside which the adapters were trained.
+    # `base` is the fingerprint of the weights at `model.path` in float32 (`Trainer.base_fingerprint`). So `model` must
+    # be as `load_model` returns it: in float32, and not merged yet.
     if tuple(fingerprint.sums) != read_manifest(checkpoint).base:
         raise CheckpointError(f"{checkpoint} holds adapters of another model than {config.model.path}")
 

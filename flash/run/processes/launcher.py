@@ -118,6 +118,7 @@ class HubLoop(SupervisedPart):
         super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
         self._file = file
         self._run_config = config
+        """The configuration, which is never None here."""
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run the node loop with the hub once. Implements `SupervisedPart.run_once`."""
@@ -378,7 +379,9 @@ class SftRanks(SupervisedPart):
 
     def __init__(self, config: Config, file: Path) -> None:
         super().__init__(config, "the trainer ranks start again", failure="the trainer ranks have failed")
-        self._run_config, self._file = config, file
+        self._file = file
+        self._run_config = config
+        """The configuration, which is never None here."""
 
     async def run_once(self, restarts: int) -> tuple[End, list[str]]:
         """Run all ranks of `flash sft` once. Implements `SupervisedPart.run_once`."""

@@ -82,6 +82,7 @@ class Ranks(SupervisedPart):
     def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, prints: bool = False) -> None:
         super().__init__(config, "the trainer ranks start again", failure=RANKS_FAILED)
         self._run_config = config
+        """The configuration, which is never None here."""
         self.node = node
         """Number of the machine in its job."""
         self._name = f"messenger-{node}"
