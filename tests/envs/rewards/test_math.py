@@ -88,10 +88,6 @@ def test_a_decimal_too_small_for_a_float_is_a_wrong_answer_and_no_error(math_rew
     assert math_rewards.math_equal(f"the answer is ${tiny}+x$", f"x+{tiny}") == 1.0
 
 
-def test_an_answer_too_deep_to_be_measured_is_wrong_and_no_error(math_rewards):
-    assert math_rewards.math_equal(f"the answer is $x+5{'!' * 550}$", "x+1") == 0.0
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -114,7 +110,7 @@ def test_nested_boxes_take_linear_memory(math_rewards, text, answer):
 
 def test_many_headings_take_linear_time(math_rewards):
     start = time.process_time()
-    assert math_rewards.final_answer("#### Part\n" * 60_000 + "so it is 7") == "7"
+    assert math_rewards.final_answer("#### Part\n" * 200_000 + "so it is 7") == "7"
     assert time.process_time() - start < 4
 
 
