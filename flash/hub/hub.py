@@ -121,7 +121,9 @@ class Hub:
             lease_ids,
             recovered.evaluated,
         )
-        self.progress = RunProgress(version, newest=version if state is not None else -1)
+        # The engines of nodes that have outlived an earlier hub have a version also if that hub has left no state.
+        has_begun = state is not None or recovered.hub_number > 1
+        self.progress = RunProgress(version, newest=version if has_begun else -1)
         self._metrics = StepMetrics(self.samples)
         context = HubContext(
             config,

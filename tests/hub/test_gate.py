@@ -12,6 +12,9 @@ from flash.config.waits import SILENT_S
 from flash.errors import ContractError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
+from flash.hub.hub import Hub
+from flash.hub.recovery import RecoveredState
+from flash.observe.observer import MemoryObserver
 from flash.sampling import Kept, Routes
 from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
@@ -67,6 +70,18 @@ class GuardedHub(Driver):
             await self.gate.handle(who, request)
         assert self.hub.samples.totals() == before
         self.hub.samples.check()
+
+
+async def test_a_node_that_has_outlived_a_hub_without_a_state_may_report_its_version() -> None:
+    config = make_config()
+    gate = Gate(Hub(config, MemoryObserver(), now=anyio.current_time, recovered=RecoveredState(hub_number=2)), config)
+    guest = peer("guest-77", 2)
+    gate.arrived(guest)
+    run = await gate.handle(guest, p.RunRequest(p.dialect()))
+    assert isinstance(run, p.RunReply)
+    await gate.handle(guest, p.JoinRequest(run.digest, 1))
+    status = p.EngineStatus(index=1, version=run.version, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
+    assert await gate.handle(guest, p.EngineReport(1, 1, [status], [])) == p.Ack()
 
 
 @pytest.mark.parametrize(
