@@ -52,13 +52,14 @@ async def test_only_calls_with_the_right_answer_have_a_time(number: int, answers
     """Errors, before or in a stream, are lost answers, and answers to other questions are crossed ones."""
 
     async def serve(connection: SocketStream) -> None:
-        received = BufferedByteReceiveStream(connection)
-        for turn in range(TURNS):
-            head = await received.receive_until(b"\r\n\r\n", 1 << 16)
-            await received.receive_exactly(int(head.rpartition(b" ")[2]))
-            right = f"{question(number, turn)}.xx"
-            whole = streamed(delta(right), b"[DONE]") if number % 2 else said(right)
-            await connection.send(answers.get(turn, whole))
+        async with connection:
+            received = BufferedByteReceiveStream(connection)
+            for turn in range(TURNS):
+                head = await received.receive_until(b"\r\n\r\n", 1 << 16)
+                await received.receive_exactly(int(head.rpartition(b" ")[2]))
+                right = f"{question(number, turn)}.xx"
+                whole = streamed(delta(right), b"[DONE]") if number % 2 else said(right)
+                await connection.send(answers.get(turn, whole))
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, serve)
