@@ -76,7 +76,7 @@ def recorded(name: str) -> str:
     if not file.exists():
         return "no recorded rows"
     found = msgspec.json.decode(file.read_bytes(), type=Recorded)
-    commit = found.machine["commit"].split()[0]
+    commit = found.machine.get("commit", "unknown").split()[0]
     folders = [f"{folder}/*.py" for folder in MEASURED.get(name, EVERYTHING)]
     words = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *folders]
     counted = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)

@@ -18,7 +18,7 @@ from flash.simulate.calibrate import calibrate, measured_step_s
 RUNS = {
     "async, the run fitted to": ["train.async_ratio=1"],
     "sync": ["train.async_ratio=0", "rollout.seeded=false"],
-    "async, half the batch": ["train.async_ratio=1", "train.batch_size=256"],
+    "async, half the batch": ["train.async_ratio=1", "train.batch_size=128"],
 }
 """Overrides of each run. The constants are fitted to the first one."""
 GOAL = 0.1
