@@ -17,7 +17,7 @@ from flash.types import Outcome, ToolCall, Trajectory
 from tests.envs.agents import Policy, make, play
 from tests.envs.forms import ADD, FORMS, HarmonyTokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("openai_models")]
 
 FORM = FORMS["gpt_oss"]
 FUNCTION: Any = ADD["function"]

@@ -14,7 +14,7 @@ from flash.errors import EngineError
 from flash.types import Failure, Outcome, Trajectory
 from tests.envs.agents import Policy, make, play
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("openai_models")]
 
 TEXT = "ñ🙂 and so on"
 QUESTION: Any = [{"role": "user", "content": "5?"}]
