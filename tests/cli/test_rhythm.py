@@ -55,10 +55,7 @@ def run_dir(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture
 def flash(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command in this process, which may have a process group of other tests."""
-    grouped = dist.is_initialized()
-    if grouped:
-        dist.destroy_process_group()
+    """The command in this process."""
 
     def command(*arguments: object) -> tuple[int, str, str]:
         code = main(["rhythm", *map(str, arguments)])
@@ -66,8 +63,6 @@ def flash(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 
     yield command
     assert not dist.is_initialized()
-    if grouped:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def written(folder: Path, **texts: str) -> list[Path]:

@@ -45,7 +45,7 @@ def test_a_run_trains_an_agent_of_the_official_client(start: Callable[..., Run])
     run = start(text=AGENT)
     assert run.wait() == 0, run.text()
     summary = run.summary()
-    all_trained(summary["ledger"], 6 * 32)
+    all_trained(run, 6 * 32)
     assert summary["samples"] == summary["ledger"]["trained"]
     assert [row["failures"] for row in run.rows()] == [0] * 6
     assert [row["branches"] for row in run.rows()] == [3] * 6
@@ -66,7 +66,7 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(
     assert unlisted({name for row in run.rows("evals.jsonl") for name in row}, "evaluation") == []
     summary = run.summary()
     assert summary["max_age"] <= 1
-    all_trained(summary["ledger"], 6 * 32)
+    all_trained(run, 6 * 32)
     assert summary["samples"] == summary["ledger"]["trained"]
     assert summary["canary_error"] <= 1e-4
     for name in (

@@ -134,7 +134,7 @@ def test_a_killed_engine_comes_back_in_its_place_and_nothing_else_starts_again(s
     assert "engine 0 is back after " in run.text()
     summary = run.summary()
     assert (summary["restarts"], summary["engine_restarts"], summary["failures"]) == (0, 1, 0)
-    all_trained(summary["ledger"], 8 * 32)
+    all_trained(run, 8 * 32)
     run.nothing_left()
 
 
@@ -229,7 +229,7 @@ def test_a_killed_node_loop_loses_nothing_that_was_delivered_or_trained(start: C
     assert [row for row in run.rows("samples.jsonl") if row["step"] < kept] == [
         row for row in trained if row["step"] < kept
     ]
-    all_trained(run.summary()["ledger"], 8 * 32)
+    all_trained(run, 8 * 32)
     assert (run.summary()["restarts"], run.summary()["trainer_restarts"]) == (1, 0)
     run.nothing_left()
 

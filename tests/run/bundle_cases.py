@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from flash.config.load import dump
 from flash.config.tree import Config
-from flash.foreign.torch import private_store
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import one_rank
 from flash.samples.batches import split_into_shards
@@ -58,7 +56,7 @@ def batch_of(step: int) -> Batch:
 def make_run(config: Config, steps: int) -> Path:
     """Train a run of one rank in this process, and return its directory. It keeps all batches and checkpoints."""
     directory = RunDirectory.open(config.run_dir, dump(config))
-    with no_group(), one_rank(config):
+    with one_rank(config):
         train(Trainer(config), directory, steps)
     return directory.path
 
@@ -83,18 +81,6 @@ def train_on_two_ranks(config: Config, steps: int, rank: int) -> None:
     )
     train(Trainer(config), RunDirectory(config.run_dir), steps, 2, rank)
     dist.destroy_process_group()
-
-
-@contextmanager
-def no_group() -> Generator[None]:
-    """Take away the process group that other tests have made, for code that makes one."""
-    grouped = dist.is_initialized()
-    if grouped:
-        dist.destroy_process_group()
-    yield
-    assert not dist.is_initialized()
-    if grouped:
-        dist.init_process_group("gloo", store=private_store(), rank=0, world_size=1)
 
 
 def members_of(bundle: Path) -> dict[str, bytes]:

@@ -39,7 +39,6 @@ from tests.run.bundle_cases import (
     make_run,
     members_of,
     model_at,
-    no_group,
     packed,
     train_on_two_ranks,
 )
@@ -97,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def command(*words: object, code: int = 0) -> str:
     """Run a command in this process, and return its output, or its error if it is to end with another code."""
     out, err = io.StringIO(), io.StringIO()
-    with no_group(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main([str(word) for word in words]) == code, err.getvalue()
     return out.getvalue() if code == 0 else err.getvalue()
 

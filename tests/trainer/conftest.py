@@ -10,9 +10,12 @@ import torch.distributed as dist
 from tests.trainer.trainer_cases import write_model
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    """Create a process group of one rank. FSDP needs a group even then."""
+    """Create a process group of one rank. FSDP needs a group even then.
+
+    The group ends with the file, because later tests of the same worker run code that makes its own group.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
