@@ -74,10 +74,13 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
         except Exception as error:  # supervised boundary: any error that ends a rank is reported to the hub
             # The error is reported before this process ends. After that the other ranks lose this rank, and their own
             # errors would hide the cause.
-            report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
+            reported = report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
             # These errors only follow from the loss of the hub or of another rank, which reports its own error.
             caused_by_peer = isinstance(error, PeerLostError) or collective_failed(error)
-            return End.WITH_PEER if caused_by_peer else End.FAILED
+            # The hub ends the run with this error. If its disk is read-only, it cannot remove its announcement, so the
+            # launcher would take the hub for alive, and this end for one that needs a restart.
+            ends_run = reported and isinstance(error, FlashError) and error.fatal
+            return End.WITH_PEER if caused_by_peer or ends_run else End.FAILED
     return End.OVER
 
 
@@ -152,11 +155,11 @@ def describe_peers(index: int, config: Config) -> str:
     return f"{len(ranks)} other ranks on {where}"
 
 
-def report_error(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> None:
+def report_error(hub: BlockingClient, index: int, error: Exception, seconds: float, peers: str) -> bool:
     """Report the error that ends this rank to the hub, which shows it and ends the run or the incarnation.
 
     `run_trainer_rank` calls this just before its process ends. Does nothing if the rank has only lost the hub. If the
-    hub does not react in time, the error is logged here.
+    hub does not react in time, the error is logged here. Returns True if the hub has the error.
 
     Args:
         hub: connection to the hub.
@@ -171,7 +174,7 @@ def report_error(hub: BlockingClient, index: int, error: Exception, seconds: flo
     # The hub is the only peer of a rank, and reports its own end. A second message would hide the cause.
     if isinstance(error, PeerLostError):
         log.debug("trainer rank %d: %s", index, error)
-        return
+        return False
     if collective_failed(error):
         error = CollectiveError(f"a collective with {peers} failed, as when one is gone or cut off: {error}")
     message = f"trainer rank {index}: {error}"
@@ -182,9 +185,10 @@ def report_error(hub: BlockingClient, index: int, error: Exception, seconds: flo
     try:
         hub.call(p.Fatal(type(error).__name__, message), timeout=seconds)
     except PeerLostError:
-        return  # the expected end: the hub never answers a `Fatal`, but ends the connection once it has reported it
+        return True  # the expected end: the hub never answers a `Fatal`, but ends the connection
     except TransportError as failed:
         log.error("%s: %s (the hub could not be notified: %s)", type(error).__name__, message, failed)
+    return False
 
 
 def _train(

@@ -248,7 +248,7 @@ def test_a_run_directory_that_becomes_read_only_ends_the_run_at_once_with_an_err
             assert run.wait() == 2
         finally:
             subprocess.run(["umount", "--lazy", str(disk.path)], check=True)
-    assert "start again" not in run.text()
+    assert "start again" not in run.text(), run.text()
     *_, error = (line for line in run.text().splitlines() if line.startswith("flash: error: "))
     assert f"cannot write {run.directory}" in error
     assert "Read-only file system" in error

@@ -41,7 +41,7 @@ def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = FakeHub()
-    report_error(hub, 2, error, seconds=1, peers=PEER)
+    assert report_error(hub, 2, error, seconds=1, peers=PEER), "the hub has it"
     (told,) = hub.told
     assert told.message == f"trainer rank 2: {error}"
     assert type(error_of(told.error, told.message)) is type(error)
@@ -95,19 +95,14 @@ def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
 def test_a_rank_that_lost_the_hub_leaves_the_word_to_it(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub()
     with caplog.at_level(logging.INFO):
-        report_error(hub, 0, PeerLostError("the connection to hub ended"), seconds=1, peers=PEER)
+        assert not report_error(hub, 0, PeerLostError("the connection to hub ended"), seconds=1, peers=PEER)
     assert (hub.told, caplog.records) == ([], [])
 
 
 def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(DeadlineError("the reply to Fatal from hub", 1, "the log of that process"))
-    report_error(
-        hub,
-        1,
-        DeadlineError("the reply to Commit from hub", 60, "the log of that process"),
-        seconds=1,
-        peers=PEER,
-    )
+    error = DeadlineError("the reply to Commit from hub", 60, "the log of that process")
+    assert not report_error(hub, 1, error, seconds=1, peers=PEER), "the hub does not have it"
     (record,) = caplog.records
     assert "trainer rank 1: waited 60 s for the reply to Commit" in record.getMessage()
     assert "the hub could not be notified" in record.getMessage()
