@@ -11,8 +11,9 @@ Laws, each tested under its name:
 - **Capacity.** The grants on a host never exceed the host's capacity.
 - **Answered.** Every request is in exactly one state: waiting, granted, or gone (`remove`).
 - **Fair share.** The payer with the smallest share of the total capacity is served first; among the owners of one
-  payer, the owner with the smallest share. An owner's own requests are served by priority, then by age. The payer is
-  the part of an owner's name before the slash: a token may name its owners freely, but gets no more by having many.
+  payer, the owner with the smallest share. Equal shares are served in turn. An owner's own requests are served by
+  priority, then by age. The payer is the part of an owner's name before the slash: a token may name its owners freely,
+  but gets no more by having many.
 - **No starvation.** A request is overtaken unfairly a bounded number of times, whatever the priorities and sizes of
   other requests are. Requests of its own owner: after `patience` more of them than were ahead of it, the request is
   late, and is served first among them. Smaller requests: if it was the request's turn but no host had room for it while
@@ -235,7 +236,9 @@ class SandboxAdmission:
         self._grants = 0
         """Number of grants so far."""
         self._last_grant: dict[str, int] = {}
-        """Number of the last grant, by owner."""
+        """Number of the last grant, by owner. One without records counts as served just before its request came."""
+        self._last_paid: dict[str, int] = {}
+        """Number of the last grant, by payer."""
 
     # ---- hosts
 
@@ -390,10 +393,11 @@ class SandboxAdmission:
             if owner in self._by_owner:
                 heapq.heappush(owners, (self._rank(owner, whole), owner))
 
-    def _rank(self, owner: str, whole: Demand) -> tuple[float, float, int]:
-        """Return the sort key of an owner: the payer's share, the owner's share, and the number of its last grant."""
-        paid, used = self._paid.get(payer(owner), NOTHING), self._usage.get(owner, NOTHING)
-        return paid.share_of(whole), used.share_of(whole), self._last_grant.get(owner, -1)
+    def _rank(self, owner: str, whole: Demand) -> tuple[float, int, float, int]:
+        """Return the sort key of an owner that waits: share and last grant of its payer, then its own ones."""
+        pays = payer(owner)
+        paid, used = self._paid.get(pays, NOTHING), self._usage.get(owner, NOTHING)
+        return paid.share_of(whole), self._last_paid[pays], used.share_of(whole), self._last_grant[owner]
 
     def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
         """Grant the first request of an owner that fits on a host. Returns None if none does.
@@ -431,6 +435,9 @@ class SandboxAdmission:
         """Add a request to the queues, and set the alarm for the grant at which it becomes late."""
         request = waiting.request
         self._waiting[request.id] = waiting
+        # Not "never served": owners that come and go would then pass one that stays, for ever.
+        self._last_grant.setdefault(request.owner, self._grants)
+        self._last_paid.setdefault(payer(request.owner), self._grants)
         queue = self._by_owner.setdefault(request.owner, {}).setdefault(_shape(request), [])
         insort(queue, waiting, key=_Waiting.order)
         if not waiting.late:
@@ -472,7 +479,7 @@ class SandboxAdmission:
         self._grants_held[request.owner] = self._grants_held.get(request.owner, 0) + 1
         if counted:
             self._grants += 1
-            self._last_grant[request.owner] = self._grants
+            self._last_grant[request.owner] = self._last_paid[pays] = self._grants
             self._overtake(request.owner)
         return grant
 
@@ -509,18 +516,21 @@ class SandboxAdmission:
         return granted
 
     def _drop_owner(self, owner: str) -> None:
-        """Drop the records that an owner does not need any more: a service may see very many owners.
+        """Drop the records of an owner that are not needed any more: a service may see very many owners.
 
-        Without a grant, its resources are dropped; if it also waits for nothing, everything is.
+        An owner without a grant loses the sum of its granted resources; one that also waits for nothing loses all its
+        records. A payer loses its records together with the last of its owners.
         """
         if self._grants_held.get(owner, 0) == 0:
             self._grants_held.pop(owner, None)
             self._usage.pop(owner, None)
-            if not any(payer(other) == payer(owner) for other in self._grants_held):
-                self._paid.pop(payer(owner), None)
             if owner not in self._by_owner:
                 for records in (self._last_grant, self._turns, self._alarms):
                     records.pop(owner, None)
+                pays = payer(owner)
+                if not any(payer(other) == pays for others in (self._grants_held, self._by_owner) for other in others):
+                    self._paid.pop(pays, None)
+                    self._last_paid.pop(pays, None)
 
     def _too_large(self, request: PlaceRequest) -> str:
         """Return the error message for a request that no host could hold even if it were empty."""

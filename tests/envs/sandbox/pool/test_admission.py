@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -200,6 +201,46 @@ def test_fair_share_is_of_who_pays_whatever_names_its_owners_have():
     assert [held["honest/name0"], held["honest/name1"]] == [6, 6]
 
 
+def test_fair_share_gives_a_payer_with_many_owners_no_more_turns():
+    admission = make({"a": many(1)}, patience=1000)
+    for number in range(40):
+        admission.submit(PlaceRequest(f"x{number}", f"greedy/name{number}", ONE))
+    for number in range(20):
+        admission.submit(PlaceRequest(f"y{number}", "honest", ONE))
+    served: Counter[str] = Counter()
+    for _ in range(20):
+        [id] = granted(admission)
+        served[id[0]] += 1
+        admission.remove(id)
+    assert served == {"x": 10, "y": 10}
+
+
+@pytest.mark.parametrize(
+    ("places", "owners"),
+    [
+        (1, ["a", "b"]),
+        (8, [f"user{number}" for number in range(9)]),
+        (1, [f"a/{number}" for number in range(100)]),
+        (8, [f"user{number}" for number in range(100)]),
+    ],
+)
+def test_no_starvation_by_owners_that_come_and_go(places, owners):
+    """They wait, hold a place and leave in turn; the name of the one that stays is the last by the alphabet."""
+    admission = make({"a": many(places)})
+    names = cycle(owners)
+    for number in range(places):
+        admission.submit(PlaceRequest(str(number), next(names), ONE))
+    held = granted(admission)
+    admission.submit(PlaceRequest("mine", "z", ONE))
+    for number in range(places, 100):
+        admission.submit(PlaceRequest(str(number), next(names), ONE))
+        admission.remove(held.pop(0))
+        held += granted(admission)
+        if "mine" in held:
+            break
+    assert number - places < 3
+
+
 def test_a_share_is_the_larger_of_cpu_and_memory():
     admission = make({"a": Demand(10_000, 10_000)}, patience=1000)
     admission.submit(PlaceRequest("x0", "x", Demand(100, 8_000)))
@@ -290,4 +331,4 @@ def test_no_books_are_kept_for_owners_that_left():
         admission.remove(str(number))
     assert admission.usage() == {}
     assert admission.waiting() == {}
-    assert not vars(admission)["_paid"]
+    assert not any(vars(admission)[records] for records in ("_paid", "_last_paid", "_last_grant", "_turns", "_alarms"))
