@@ -93,7 +93,7 @@ class LeaseWork:
         self._jobs: dict[str, Job] = {}
         """Background jobs by their ids, oldest first."""
         self._calls: dict[str, _KeyedCall] = {}
-        """Calls by idempotency key, oldest first."""
+        """Calls by idempotency key: ended ones in the order of their ends."""
 
     # ---- sessions
 
@@ -192,7 +192,7 @@ class LeaseWork:
             if sum(not each.done.is_set() for each in self._calls.values()) >= CALLS_OPEN:
                 raise SandboxBusyError(f"{CALLS_OPEN} calls are in progress in this sandbox; wait for some of them")
             answer = self._calls[key] = _KeyedCall(digest)
-            self._tasks.start_soon(self._carry_out, answer, call)
+            self._tasks.start_soon(self._carry_out, key, call)
         elif answer.digest not in (digest, b""):
             raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
         await answer.done.wait()
@@ -200,11 +200,12 @@ class LeaseWork:
             raise answer.error
         return answer.result
 
-    async def _carry_out(self, answer: _KeyedCall, call: Callable[[], Awaitable[Any]]) -> None:
+    async def _carry_out(self, key: str, call: Callable[[], Awaitable[Any]]) -> None:
         """Carry out the call of `once` in a task of its own, which goes on when the client disconnects.
 
         Stores the result or the error, and wakes all callers of `once`.
         """
+        answer = self._calls[key]
         try:
             with answer.scope:
                 answer.result = await call()
@@ -217,6 +218,8 @@ class LeaseWork:
             answer.error = _failed()
         finally:
             answer.done.set()
+            # Moved to the end: the answer of a long call must outlive its end, whatever calls began after it.
+            self._calls[key] = self._calls.pop(key)
             self._drop_old()
 
     def knows_call(self, key: str) -> bool:
@@ -239,7 +242,7 @@ class LeaseWork:
         await answer.done.wait()
 
     def _drop_old(self) -> None:
-        """Drop the oldest answers beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`. Called at the end of each call."""
+        """Drop the answers that ended first, beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`."""
         finished = [(key, answer) for key, answer in reversed(self._calls.items()) if answer.done.is_set()]
         size = 0
         for place, (key, answer) in enumerate(finished):

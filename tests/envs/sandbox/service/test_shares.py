@@ -8,13 +8,14 @@ import tarfile
 from contextlib import AsyncExitStack
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.service import CALLS_OPEN
+from envs.sandbox.service.service import ANSWERS_KEPT, CALLS_OPEN
 from envs.sandbox.service.web import RecordLimit
 from flash.errors import SandboxBusyError
 from flash.http.connections import HttpLimits
@@ -156,6 +157,26 @@ async def test_calls_that_go_on_without_their_client_are_bounded(tmp_path):
             with pytest.raises(SandboxBusyError, match="256 calls are in progress"):
                 await work.once("one more", b"", anyio.sleep_forever)
             tasks.cancel_scope.cancel()
+
+
+async def test_a_call_that_outlasts_many_others_is_carried_out_once(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        work = world.service.work(world.service.pool.state.leases.of(sandbox.sandbox_id))
+        runs: list[str] = []
+        ready = anyio.Event()
+
+        async def long() -> int:
+            runs.append("begun")
+            await ready.wait()
+            return len(runs)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work.once, "long", b"", long)
+            await anyio.wait_all_tasks_blocked()
+            for number in range(ANSWERS_KEPT):
+                await work.once(f"key-{number}", b"", anyio.lowlevel.checkpoint)
+            ready.set()
+        assert await work.once("long", b"", long) == 1
 
 
 def test_a_flood_of_records_is_cut_and_its_size_is_told():
