@@ -142,12 +142,19 @@ MOUNTS = """\
 22 1 0:21 / / rw - ext4 /dev/sda1 rw
 23 22 0:22 / /home rw,relatime shared:1 - nfs4 server:/home rw
 24 23 0:23 / /home/my\\040data rw - fuse.glusterfs server:/data rw
+25 23 0:24 / /home/a\x0bb\xa0c rw - xfs /dev/sdb1 rw
 """
 
 
 @pytest.mark.parametrize(
     ("folder", "kind"),
-    [("/opt", "ext4"), ("/home/ann", "nfs4"), ("/home/my data/x", "fuse.glusterfs"), ("/homes", "ext4")],
+    [
+        ("/opt", "ext4"),
+        ("/home/ann", "nfs4"),
+        ("/home/my data/x", "fuse.glusterfs"),
+        ("/homes", "ext4"),
+        ("/home/a\x0bb\xa0c", "xfs"),
+    ],
 )
 def test_a_folder_is_on_the_file_system_of_the_nearest_mount(folder: str, kind: str) -> None:
     assert file_system(Path(folder), MOUNTS) == kind

@@ -331,10 +331,11 @@ def file_system(folder: Path, mounts: str) -> str:
     """
     path = folder.resolve()
     kinds: dict[Path, str] = {}
-    for line in mounts.splitlines():
+    # Only line feeds and spaces separate: a mount point may contain other characters at which Python would split, too.
+    for line in filter(None, mounts.split("\n")):
         # Before the dash, the fifth field is the mount point, in which a space is `\040`. The kind follows the dash.
         before, _, after = line.partition(" - ")
-        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4]))
         if point == path or point in path.parents:
             # A later mount at the same point hides the earlier one.
             kinds[point] = after.split()[0]
