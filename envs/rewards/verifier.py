@@ -131,7 +131,7 @@ async def _in_process(path: str, completion: str, answer: str, timeout: float) -
         return await _call_again(path, completion, answer, timeout) or _Scored(None, late)
     except anyio.BrokenWorkerProcess:
         return _Scored(None, "its worker process died")
-    except EnvError as error:  # the verifier's module cannot be imported in the worker; `_score` returns its own errors
+    except (ConfigError, EnvError) as error:  # the worker cannot import the verifier; `_score` returns its own errors
         return _Scored(None, str(error))
 
 
@@ -151,11 +151,11 @@ async def _call_again(path: str, completion: str, answer: str, timeout: float) -
         passed, problem = await in_worker(limit + START_S, _score_in_time, limit, path, answer, answer)
         if problem is not None or not isinstance(passed, float) or passed <= 0:
             return None
-    except (TimeoutError, anyio.BrokenWorkerProcess):
+    except (ConfigError, EnvError, TimeoutError, anyio.BrokenWorkerProcess):
         return None
     try:
         return await in_worker(2 * timeout, _score_within, timeout / 4, path, completion, answer)
-    except TimeoutError:
+    except (ConfigError, EnvError, TimeoutError):
         return None
     except anyio.BrokenWorkerProcess:
         return _Scored(0.0, None)

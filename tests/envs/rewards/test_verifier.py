@@ -1,7 +1,9 @@
 import json
 import os
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
 
 import anyio
 import anyio.lowlevel
@@ -65,6 +67,26 @@ async def test_a_failing_verifier_is_a_reward_error_and_never_a_zero(path, messa
     with pytest.raises(RewardError, match=message) as caught:
         await verify(path, "", "", timeout=60)
     assert path in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_a_verifier_that_a_worker_cannot_import_is_a_reward_error(monkeypatch):
+    only_here = ModuleType("only_here")
+    vars(only_here)["score"] = lambda completion, answer: 1.0
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    with pytest.raises(RewardError, match="only_here:score: there is no verifier"):
+        await verify("only_here:score", "", "", timeout=60)
+
+
+@pytest.mark.anyio
+async def test_a_verifier_that_the_next_worker_cannot_import_is_a_reward_error(monkeypatch, tmp_path):
+    (tmp_path / "imported_once.py").write_text(
+        "import os, time\ndef score(completion, answer):\n    os.unlink(__file__)\n    time.sleep(3600)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    await a_worker_has_started()
+    with pytest.raises(RewardError, match=r"imported_once:score: no answer within 0\.5 s"):
+        await verify("imported_once:score", "", "", timeout=0.5)
 
 
 @pytest.mark.anyio
