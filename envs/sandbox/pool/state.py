@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import re
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import anyio
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 FAILURES_KEPT = 50
 """Failures that are kept with their message."""
+KINDS_KEPT = 50_000
+"""Kinds whose starts or failures are remembered: more than a data set has images. The oldest are forgotten."""
 MAX_FACTOR = 16
 """Longest quarantine, as a multiple of the first one: 30 s become 8 min. A repaired host returns without a restart."""
 
@@ -68,12 +70,15 @@ class Quarantine:
         """Create an empty quarantine. `threshold` counts failures in a row; `cooldown` is the first stay in seconds."""
         self._threshold = threshold
         self._cooldown = cooldown
-        self._records: dict[str, _Record] = {}
-        """Failures of each key that has failed since its last success."""
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        """Failures of each key that has failed since its last success; the key that failed last is the last one."""
 
     def failed(self, key: str, why: str, now: float) -> bool:
         """Record a failure of `key`. Returns True if this failure puts the key in quarantine."""
         record = self._records.setdefault(key, _Record())
+        self._records.move_to_end(key)
+        if len(self._records) > KINDS_KEPT:
+            self._records.popitem(last=False)
         record.failures += 1
         record.why = why
         if record.failures < self._threshold or now < record.until:
@@ -114,7 +119,7 @@ class PoolFailure(msgspec.Struct, frozen=True):
 
 
 class PoolFailures:
-    """Failure records of a pool, and its two quarantines. `LeaseServer` reports starts and failures.
+    """Failure records of a pool, and its two quarantines. `LeaseServer` and `Recovery` report to it.
 
     Args:
         threshold: failed starts in a row that put a host or a kind in quarantine.
@@ -130,8 +135,8 @@ class PoolFailures:
         """Quarantine of hosts."""
         self._bad_kinds = Quarantine(threshold=threshold, cooldown=cooldown)
         """Quarantine of kinds of sandboxes that have never started."""
-        self._good_kinds: set[str] = set()
-        """Kinds that have started at least once on some host."""
+        self._good_kinds: OrderedDict[str, None] = OrderedDict()
+        """Kinds that have started at least once on some host; the kind that started last is the last one."""
         self.counts: Counter[str] = Counter()
         """Number of failures by class of error."""
         self.recent: deque[PoolFailure] = deque(maxlen=FAILURES_KEPT)
@@ -153,7 +158,10 @@ class PoolFailures:
     def started(self, lease: SandboxLease) -> None:
         """Record a successful start, which clears the failures of the host and of the kind."""
         kind = _kind(lease.spec)
-        self._good_kinds.add(kind)
+        self._good_kinds[kind] = None
+        self._good_kinds.move_to_end(kind)
+        if len(self._good_kinds) > KINDS_KEPT:
+            self._good_kinds.popitem(last=False)
         self._bad_hosts.succeeded(lease.host)
         self._bad_kinds.succeeded(kind)
 
