@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import shutil
 import signal
+import tempfile
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -51,7 +50,7 @@ class GameOf(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the game's folder."""
+        """Name of the game's folder. It leaves out `held_out`, because held-out games have seeds of their own."""
         return f"{self.kind}-{self.level}-{self.seed}"
 
 
@@ -107,25 +106,28 @@ KINDS: Final[dict[str, tuple[int, Callable[[int, bool], dict[str, Any]]]]] = {
 
 
 def generate(game: GameOf, folder: str) -> str:
-    """Generate a game, unless its file exists, and return the path of the file.
+    """Generate a game, unless its file exists, and return the path of the file. `folder` has one folder for each game.
 
-    Takes seconds, because the compiler Inform compiles the game.
+    Takes seconds, because the compiler Inform compiles the game. Raises OSError if the game cannot be moved to its
+    folder, and errors of TextWorld if it cannot be made. If the worker is killed meanwhile, a hidden folder is left.
     """
     place = Path(folder) / game.name
     file = place / GAME_FILE
     if not file.exists():
         library = _library()
         challenges = importlib.import_module("textworld.challenges").CHALLENGES
+        Path(folder).mkdir(parents=True, exist_ok=True)
         # The game is compiled in a folder of this process and then moved, so that no process plays an unfinished file.
-        scratch = Path(folder) / f".{game.name}.{os.getpid()}"
-        options = library.GameOptions()
-        options.seeds, options.path = game.seed, str(scratch / GAME_FILE)
-        scratch.mkdir(parents=True, exist_ok=True)
-        # An entry of TextWorld's table is a description, the function that makes a game, and a parser of options.
-        make, settings = challenges[f"tw-{game.kind}"][1], KINDS[game.kind][1](game.level, game.held_out)
-        made = make(settings, options)
-        library.generator.compile_game(made, options)
-        move_to_final_place(scratch, place)
+        with tempfile.TemporaryDirectory(prefix=f".{game.name}.", dir=folder) as temporary:
+            scratch = Path(temporary, game.name)
+            scratch.mkdir()
+            options = library.GameOptions()
+            options.seeds, options.path = game.seed, str(scratch / GAME_FILE)
+            # An entry of TextWorld's table is a description, the function that makes a game, and a parser of options.
+            make, settings = challenges[f"tw-{game.kind}"][1], KINDS[game.kind][1](game.level, game.held_out)
+            made = make(settings, options)
+            library.generator.compile_game(made, options)
+            move_to_final_place(scratch, place)
     return str(file)
 
 
@@ -155,12 +157,11 @@ def walk(game: GameOf, folder: str) -> list[Turn]:
     file, games = generate(game, folder), Games()
     commands: list[str] = []
     turns: list[Turn] = []
-    with _quiet():
-        shown = games.play(0, file, [])
-        while shown.solution and not (shown.won or shown.lost):
-            turns.append((shown, shown.solution[0]))
-            commands.append(shown.solution[0])
-            shown = games.play(0, file, commands)
+    shown = games.play(0, file, [])
+    while shown.solution and not (shown.won or shown.lost):
+        turns.append((shown, shown.solution[0]))
+        commands.append(shown.solution[0])
+        shown = games.play(0, file, commands)
     return turns
 
 
@@ -170,17 +171,15 @@ def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> Sh
     If the game takes more than `timeout` seconds, an alarm signal kills the worker: a game's interpreter is C code,
     which no exception interrupts. `envs.workers` sets the signal's default action and clears the timer after the call.
     """
-    with _quiet():
-        games = _games()
-        # The timer starts only now: loading TextWorld takes a second, and much longer on a busy machine.
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        return games.play(episode, file, commands)
+    games = _games()
+    # The timer starts only now: loading TextWorld takes a second, and much longer on a busy machine.
+    signal.setitimer(signal.ITIMER_REAL, timeout)
+    return games.play(episode, file, commands)
 
 
 def load_library() -> None:
     """Load TextWorld in this worker before the first game. `TextGame.prepare` calls this."""
-    with _quiet():
-        _library()
+    _library()
 
 
 @functools.cache
@@ -188,21 +187,6 @@ def _games() -> Games:
     """Return the open games of this worker process. The first call loads TextWorld."""
     _library()
     return Games()
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Send the output of the games' interpreter to standard error during the block.
-
-    On standard output it would corrupt the messages to the owner of the worker.
-    """
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 class _OpenGame(NamedTuple):

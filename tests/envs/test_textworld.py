@@ -11,7 +11,7 @@ import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
 from envs.textworld.game import command_of, play_in_worker
-from envs.textworld.games import GAME_FILE, GameOf, ShownGame, move_to_final_place
+from envs.textworld.games import GAME_FILE, GameOf, ShownGame, generate, move_to_final_place
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
@@ -129,6 +129,13 @@ def test_a_generated_game_that_cannot_be_moved_raises_the_cause(tmp_path: Path) 
     place.write_text("a file where the folder of the game should be")
     with pytest.raises(NotADirectoryError):
         move_to_final_place(scratch, place)
+
+
+@pytest.mark.integration
+def test_a_game_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="level"):
+        generate(GameOf("coin_collector", 0, 1, held_out=False), str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.integration
