@@ -51,7 +51,8 @@ def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
     text = last_block(answer, FENCES) if fenced else answer
     if text is None:
         text = answer if answer.strip() == SUBMIT else ""
-    lines = text.strip("\n").splitlines()
+    # Not `splitlines`: it also splits at characters that are part of a command, such as a form feed.
+    lines = text.replace("\r\n", "\n").strip("\n").split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
     submits = bool(lines) and lines[-1].strip() == SUBMIT
