@@ -16,7 +16,7 @@ import msgspec
 
 from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
-from envs.judging.programs import last_block
+from envs.judging.programs import final_part, last_block
 from envs.sandbox.api import Result
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.text import clipped, result_text, unusable_command
@@ -45,12 +45,12 @@ class ShellOrder(msgspec.Struct, frozen=True):
 def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
     """Return the commands of an answer, from its last block if `fenced`, else from the complete text.
 
-    A last line `submit` submits the work. An answer that is only `submit` needs no block. Returns None if there are
-    neither commands nor a submission.
+    A last line `submit` of these commands submits the work. An answer that is only `submit`, apart from its reasoning,
+    needs no block. Returns None if there are neither commands nor a submission.
     """
     text = last_block(answer, FENCES) if fenced else answer
     if text is None:
-        text = answer if answer.strip() == SUBMIT else ""
+        text = SUBMIT if final_part(answer).strip() == SUBMIT else ""
     # Not `splitlines`: it also splits at characters that are part of a command, such as a form feed.
     lines = text.replace("\r\n", "\n").strip("\n").split("\n")
     while lines and not lines[-1].strip():

@@ -225,6 +225,7 @@ async def test_a_sandbox_that_is_lost_is_an_error_and_never_a_reward() -> None:
         ("```bash\n\n```", True, None),
         ("```sh\na\n```\n```bash\nb\nsubmit\n```", True, ShellOrder("b", True)),
         ("```bash\na\n```\n```json\n{}\n```", True, ShellOrder("a")),
+        ("<think>x</think>\nsubmit\n", True, ShellOrder("", True)),
         ("printf 'a\fb\u2028c\x85d'\r\nls\r\n", False, ShellOrder("printf 'a\fb\u2028c\x85d'\nls")),
         ("```bash\nprintf 'a\fb\u2028c\x85d'\nls\n```", True, ShellOrder("printf 'a\fb\u2028c\x85d'\nls")),
         ("```bash\ncat <<'E'\nx\nE", True, ShellOrder("cat <<'E'\nx\nE")),
