@@ -141,7 +141,7 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
     An archive of one file may replace a file. `what` names the transfer in error messages.
 
     Raises:
-        SandboxLimitError: the archive is too large or damaged, names an entry twice, or tries to leave the tree.
+        SandboxLimitError: the archive is too large or damaged, names a file or link twice, or tries to leave the tree.
         SandboxFileError: the target exists or cannot be written.
     """
     try:
@@ -253,7 +253,8 @@ class _Unpacking:
     def _unpack_entry(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
         """Unpack one entry as `path`. A link is only recorded, and `run` creates it at the end.
 
-        Raises SandboxLimitError for an entry that a tree may not have, and for a path that was used before.
+        Raises SandboxLimitError for an entry that a tree may not have, and for a path that was used before; only a
+        folder may be named again.
         """
         if not member.isdir():
             self._count()
@@ -275,7 +276,10 @@ class _Unpacking:
             raise SandboxLimitError(f"{member.name} is neither a file, a folder nor a link")
 
     def _folder(self, path: Path) -> None:
-        """Create a folder and its missing parents. Each counts as an entry: one name may imply thousands of folders."""
+        """Create a folder and its missing parents. Its mode in the archive is ignored.
+
+        Each counts as an entry: one name may imply thousands of folders.
+        """
         missing: list[Path] = []
         while path not in self._folders:
             missing.append(path)

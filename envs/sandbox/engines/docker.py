@@ -147,8 +147,9 @@ class DockerBackend:
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]
-        # An engine that maps users has only part of the machine's user ids, so ids of `users` do not exist for it. It
-        # also gains nothing from them: the kernel counts all mapped users as one in the end.
+        # An engine that maps users (rootless, userns) has only a part of the machine's user ids, so ids of `users` do
+        # not exist for it. Own ids would not help there either: the kernel charges all mapped users to the one user
+        # behind the engine.
         mapped = {"name=rootless", "name=userns"} & set(info.get("SecurityOptions") or [])
         engine = "podman" if any("podman" in name.lower() for name in names) else "docker"
         return EngineInfo(
