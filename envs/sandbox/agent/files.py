@@ -279,9 +279,10 @@ class Write:
             raise refusal(self.path, error)
 
     def commit(self) -> None:
-        """Move the complete file into its place, after its last bytes. An append is in its place already.
+        """Move the complete file into its place, after its last bytes, and close it.
 
-        A program that reads the file sees the old content or the new one, and never a part.
+        So a program sees the old content or the new one, and never a part. Appended bytes are in the file already.
+        Raises CallRefusal; the temporary file is then removed.
         """
         try:
             if not self.append:
@@ -497,38 +498,47 @@ def send_tree(path: str, most: "int | None" = None) -> None:
     A single file becomes an archive with one member named ".", so that it can be received under any name. Runs in a
     worker process. An OSError names the entry that failed; the worker writes it to standard error.
     """
-    import tarfile
+    import tarfile  # Not at the top: only workers need it, and each start of a sandbox would take longer.
 
     room = BytesLeft(most)
 
     with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         folder, name = locate(path, follow=True)
-        if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-            send_entry(archive, folder, name, ".", room)
-            return
-        places = FolderChain(os.open(name, FOLDER, dir_fd=folder), False)
+        try:
+            if not is_folder(name, folder):
+                send_entry(archive, folder, name, ".", room)
+                return
+            places = FolderChain(os.open(name, FOLDER, dir_fd=folder), follow=False)
+        except OSError as error:
+            raise with_path(error, path)
         folders = [""]
         while folders:
             inside = folders.pop()
             try:
                 here = os.open(".", FOLDER, dir_fd=places.open(inside))
             except OSError as error:
-                raise OSError(error.errno, os.strerror(error.errno or 0), os.path.join(path, inside).rstrip("/"))
+                raise with_path(error, os.path.join(path, inside).rstrip("/"))
             for name in sorted(os.listdir(here)):
                 member = os.path.join(inside, name)
                 try:
                     if send_entry(archive, here, name, member, room):
                         folders.append(member)
                 except OSError as error:
-                    raise OSError(error.errno, error.strerror, os.path.join(path, member))
+                    raise with_path(error, os.path.join(path, member))
             os.close(here)
+
+
+def with_path(error: OSError, path: str) -> OSError:
+    """Return the error with the path at which it occurred. Errors of `tarfile` have a message, but no number."""
+    return OSError(error.errno or errno.EIO, error.strerror or str(error), path)
 
 
 def send_entry(archive: object, folder: int, name: str, member: str, room: BytesLeft) -> bool:
     """Send the entry `name` of an open folder as `member` of the archive. Returns True if it is a folder.
 
     A folder's content is sent by the caller. Hard links become separate files, links stay links, and sockets and
-    devices are left out.
+    devices are left out. Raises OSError if the entry cannot be read, is no regular file any more or is cut short
+    meanwhile, or if the files exceed `room`.
     """
     import tarfile
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import AsyncGenerator
 
@@ -291,6 +293,12 @@ def test_a_removal_that_fails_closes_its_folders(tmp_path):
         with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
             remove(path)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_that_is_shorter_than_it_said_is_named():
+    source = "from envs.sandbox.agent.files import send_tree; send_tree('/sys/kernel/profiling')"
+    sent = subprocess.run([sys.executable, "-c", source], capture_output=True, check=False)
+    assert b"unexpected end of data: '/sys/kernel/profiling'" in sent.stderr
 
 
 def test_a_listing_reads_no_more_names_than_it_may_give(tmp_path):
