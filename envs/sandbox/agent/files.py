@@ -586,7 +586,7 @@ def receive_tree(path: str) -> None:
                     write.add(piece)
                 write.commit()
                 continue
-            places = places or FolderChain(locate(path + "/", follow=True, make=True)[0], True)
+            places = places or FolderChain(locate(path + "/", follow=True, make=True)[0], follow=True)
             if member.name == "." and member.isdir():
                 continue
             receive_entry(archive, member, places)
@@ -603,19 +603,22 @@ def receive_tree(path: str) -> None:
 
 
 def receive_entry(archive: object, member: object, places: FolderChain) -> None:
-    """Create an archive's entry below the folder of `places`. Raises OSError for a name that leads out of it.
+    """Create an archive's entry at its path below the folder of `places`.
 
-    An existing file is removed and not written to, because it may be a link.
+    Links to folders on the way are followed, also out of that folder, but not into /proc. An existing file or link with
+    this name is replaced. Raises OSError for a name with `..`, and for an entry that is neither a file, a folder, a
+    symbolic link nor a pipe; CallRefusal for a link into /proc.
     """
     folder, _, name = member.name.rpartition("/")
-    if ".." in member.name.split("/") or name in ("", "."):
+    known = member.isfile() or member.isdir() or member.issym() or member.isfifo()
+    if ".." in member.name.split("/") or name in ("", ".") or not known:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
     here = places.open(folder, make=True)
     if member.isdir():
         places.open(member.name, make=True)
         return
     try:
-        os.unlink(name, dir_fd=here)
+        os.unlink(name, dir_fd=here)  # Not written to, because it may be a link.
     except FileNotFoundError:
         pass
     if member.isfile():
@@ -627,10 +630,12 @@ def receive_entry(archive: object, member: object, places: FolderChain) -> None:
             os.utime(file.fileno(), (member.mtime, member.mtime))
     elif member.issym():
         os.symlink(member.linkname, name, dir_fd=here)
-    elif member.isfifo():
-        os.mkfifo(name, member.mode & 0o777, dir_fd=here)
     else:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
+        umask = os.umask(0)  # A pipe gets its exact mode, as files do.
+        try:
+            os.mkfifo(name, member.mode & 0o777, dir_fd=here)
+        finally:
+            os.umask(umask)
 
 
 def pieces_of(archive: object, member: object) -> object:

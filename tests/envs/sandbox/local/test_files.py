@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import anyio
 import pytest
 
-from envs.sandbox.agent.files import list_folder, remove
+from envs.sandbox.agent.files import FolderChain, list_folder, receive_entry, remove
 from envs.sandbox.agent.wire import CallRefusal
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend, FakeImages
@@ -299,6 +302,27 @@ def test_a_file_that_is_shorter_than_it_said_is_named():
     source = "from envs.sandbox.agent.files import send_tree; send_tree('/sys/kernel/profiling')"
     sent = subprocess.run([sys.executable, "-c", source], capture_output=True, check=False)
     assert b"unexpected end of data: '/sys/kernel/profiling'" in sent.stderr
+
+
+def received(folder: Path, kind: bytes, mode: int = 0o644) -> None:
+    """Receive an entry `name` of this kind, without content, into a folder."""
+    member = tarfile.TarInfo("name")
+    member.type, member.linkname, member.mode = kind, "target", mode
+    with tarfile.open(fileobj=io.BytesIO(), mode="w") as archive:
+        receive_entry(archive, member, FolderChain(os.open(folder, os.O_PATH), follow=True))
+
+
+def test_an_entry_that_is_refused_leaves_the_file_of_its_name(tmp_path):
+    (tmp_path / "name").write_text("old")
+    for kind in (tarfile.LNKTYPE, tarfile.CHRTYPE):
+        with pytest.raises(OSError, match="Invalid argument"):
+            received(tmp_path, kind)
+    assert (tmp_path / "name").read_text() == "old"
+
+
+def test_a_received_pipe_has_its_exact_mode(tmp_path):
+    received(tmp_path, tarfile.FIFOTYPE, 0o666)
+    assert stat.filemode((tmp_path / "name").stat().st_mode) == "prw-rw-rw-"
 
 
 def test_a_listing_reads_no_more_names_than_it_may_give(tmp_path):
