@@ -78,7 +78,8 @@ class Users:
     """Assigns user ids of a range to containers, each to one container.
 
     `draw` reserves an id before the container exists, `record` notes it for the created container, and `release`
-    returns it after the removal. `give_up` ends the reservation in every case.
+    returns it after the removal. `give_up` ends the reservation in every case. Containers of other services keep their
+    ids for as long as the engine lists them (`set_listed`).
     """
 
     def __init__(self, numbers: range) -> None:
@@ -86,7 +87,9 @@ class Users:
         self._drawn: set[int] = set()
         """Reserved user ids, of containers that are being created."""
         self._used: dict[str, int] = {}
-        """User id of each known container, by container id."""
+        """User id of each container that this process created, by container id."""
+        self._listed: dict[str, int] = {}
+        """User id of each container in the engine's last list, by container id."""
 
     def draw(self) -> int:
         """Draw a user id that no known container has, and reserve it.
@@ -94,7 +97,7 @@ class Users:
         Raises:
             SandboxStartError: all ids are in use.
         """
-        taken = self._drawn | set(self._used.values())
+        taken = self._drawn.union(self._used.values(), self._listed.values())
         if len(taken) >= len(self._numbers):
             raise SandboxStartError(
                 f"each of the {len(self._numbers)} users for sandboxes is in use; give the service a longer range"
@@ -109,12 +112,17 @@ class Users:
         self._drawn.discard(number)
 
     def record(self, container_id: str, number: int) -> None:
-        """Record the user id of a container that was created, or that the engine has listed."""
+        """Record the user id of a container that was created."""
         self._used[container_id] = number
+
+    def set_listed(self, numbers: dict[str, int]) -> None:
+        """Record the user ids of all containers that the engine lists, by container id, in place of the last list."""
+        self._listed = numbers
 
     def release(self, container_id: str) -> None:
         """Release the user id of a container that is gone."""
         self._used.pop(container_id, None)
+        self._listed.pop(container_id, None)
 
 
 class DockerContainers:
@@ -149,6 +157,8 @@ class DockerContainers:
         self._half_started: set[str] = set()
         """Ids of containers whose start was interrupted. The engine may not know all of their processes, so `delete`
         also kills processes that name the container."""
+        self._never_ran: set[str] = set()
+        """Ids of containers in the engine's last list whose start an earlier process may have interrupted."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
         """Create a container, with a user id of its own if its profile and the engine allow one, and return its id."""
@@ -324,7 +334,7 @@ class DockerContainers:
         return str(own.get("OCIRuntime", ""))
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
-        """Return all containers with these labels. Also notes their user ids, and those that may be half started."""
+        """Return all containers with these labels. Also notes their user ids, and which may be half started."""
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
         try:
@@ -337,12 +347,11 @@ class DockerContainers:
             found = await self._api.json("libpod/containers/json", SandboxLostError, params=params, missing=None)
             if found is None:
                 raise
-        # Containers of an earlier process keep their user ids, so `_users` must not draw them again.
-        for entry in found:
-            if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
-                self._users.record(str(entry["Id"]), int(user))
+        # Containers of other processes keep their user ids, so `_users` must not draw them again.
+        users = {str(entry["Id"]): (entry.get("Labels") or {}).get(USER_LABEL, "") for entry in found}
+        self._users.set_listed({id: int(user) for id, user in users.items() if user.isdecimal()})
         # A container that was started and no longer runs is `exited`, so only these states may be half started.
-        self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
+        self._never_ran = {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [
             ContainerInfo(
                 container_id=str(entry["Id"]),
@@ -365,7 +374,7 @@ class DockerContainers:
         await self._api.json(
             f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None
         )
-        if container_id in self._half_started and self._by_socket:
+        if container_id in self._half_started | self._never_ran and self._by_socket:
             count = await anyio.to_thread.run_sync(kill_leftovers, [container_id], limiter=self._cleaning)
             if count:
                 _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)

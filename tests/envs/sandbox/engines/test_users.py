@@ -14,13 +14,19 @@ def test_no_two_containers_have_the_same_user_and_one_that_is_gone_gives_it_back
     users.record("a", drawn[0])
     users.give_up(drawn[0])
     users.give_up(drawn[1])
-    users.record("found on the engine", drawn[1])
+    users.set_listed({"found on the engine": drawn[1]})
     users.record("b", users.draw())
     with pytest.raises(SandboxStartError, match="each of the 4 users"):
         users.draw()
     users.release("a")
     users.release("never heard of")
     assert users.draw() == drawn[0]
+    users.set_listed({"a container of another service": drawn[2]})
+    assert users.draw() == drawn[1]
+    users.set_listed({"found again": drawn[1]})
+    users.release("found again")
+    users.give_up(drawn[1])
+    assert users.draw() == drawn[1]
 
 
 def test_a_range_of_users_is_two_numbers():
