@@ -202,10 +202,10 @@ class SqliteJournal:
         """Limiter that runs one query at a time, in a thread."""
         self.leases = SqliteTable(self, "leases", "lease", Entry)
         self.snapshots = SqliteTable(self, "snapshots", "image", KeptSnapshot)
-        path.touch(mode=0o600, exist_ok=True)
         try:
+            path.touch(mode=0o600, exist_ok=True)
             self._connection = _connect(path)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"the journal {path} cannot be opened: {error}; move it away to start without it"
             ) from error

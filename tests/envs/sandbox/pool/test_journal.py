@@ -40,5 +40,6 @@ async def test_the_journal_remembers_and_forgets(tmp_path):
 
 def test_what_is_no_journal_is_refused(tmp_path):
     (tmp_path / "j").write_bytes(b"something else" * 100)
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        SqliteJournal(tmp_path / "j")
+    for path in (tmp_path / "j", tmp_path / "missing" / "j"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            SqliteJournal(path)
