@@ -71,17 +71,16 @@ class WarmPolicy:
         self._window = window
         self._requests: dict[str, deque[float]] = {}
         """Times of the last requests of each kind on the event loop's clock, oldest first; at most `learned_max`."""
-        self.hits: Counter[str] = Counter()
-        """Number of requests of each kind that found a ready sandbox."""
-        self.misses: Counter[str] = Counter()
-        """Number of requests of each kind that found none."""
+        self.hits = self.misses = 0
+        """Number of requests that found a ready sandbox, and of those that found none."""
 
     def record_request(self, key: str, *, hit: bool, now: float) -> None:
-        """Record a request for a sandbox of this kind, for `LocalHost.take`. `hit` is True if a ready one was found.
+        """Record a request for a sandbox of this kind. `hit` is True if a ready one was found.
 
         `now` is the time on the event loop's clock, as in the other methods.
         """
-        (self.hits if hit else self.misses)[key] += 1
+        self.hits += hit
+        self.misses += not hit
         if self._learned_max:
             self._requests.setdefault(key, deque(maxlen=self._learned_max)).append(now)
 
@@ -163,8 +162,8 @@ class LocalHost:
         """Demand of each of our sandboxes by its id, from before it is created until its container is gone."""
         self._ready: list[_Ready] = []
         """Ready sandboxes that no lease has yet."""
-        self._warming: dict[str, int] = {}
-        """Number of ready sandboxes of each kind that are being started."""
+        self._warming: Counter[str] = Counter()
+        """Number of ready sandboxes of each kind that are being started; no entry for 0."""
         self._load: MachineLoad | None = None
         """Load of the engine's machine at the last check; None if it is not measured."""
         self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
@@ -192,8 +191,8 @@ class LocalHost:
             accepts=not self._refusal,
             why=self._refusal,
             warm=dict(Counter(each.key for each in self._ready)),
-            hits=self._policy.hits.total(),
-            misses=self._policy.misses.total(),
+            hits=self._policy.hits,
+            misses=self._policy.misses,
             orphans_removed=self._reaper.removed,
             load=self._load,
         )
@@ -216,8 +215,7 @@ class LocalHost:
         return found.sandbox if found else None
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start the sandbox of a ticket, for `LeaseServer`. Closes ready sandboxes first, oldest first, if there is no
-        room.
+        """Start the sandbox of a ticket. Closes ready sandboxes first, oldest first, if there is no room.
 
         The lease has a place on this host, so it goes before sandboxes that nobody has asked for yet. Leaves no record
         if the start fails. Raises SandboxError.
@@ -402,7 +400,7 @@ class LocalHost:
         """Keep as many sandboxes ready as the policy wants, until cancelled.
 
         The numbers are computed again after each request and each end of a sandbox, and when time passes: a target
-        falls, or a ready sandbox grows too old. `run` starts this in a task.
+        falls, or a ready sandbox grows too old.
         """
         assert self._tasks is not None
         while True:
@@ -434,18 +432,18 @@ class LocalHost:
         """Start the missing ready sandboxes of one kind, as many as fit. Does nothing while the kind's starts fail."""
         assert self._tasks is not None
         spec = self._specs[key]
-        have = sum(each.key == key for each in self._ready) + self._warming.get(key, 0)
+        have = sum(each.key == key for each in self._ready) + self._warming[key]
         while have < target and not self._refusal and not self._warm_failures.remaining(key, now):
             if not (self._committed() + demand(spec)).fits(self._capacity):
                 return
             sandbox_id = new_sandbox_id()
             self._known[sandbox_id] = demand(spec)
-            self._warming[key] = self._warming.get(key, 0) + 1
+            self._warming[key] += 1
             self._tasks.start_soon(self._make_ready, key, spec, sandbox_id)
             have += 1
 
     async def _make_ready(self, key: str, spec: Spec, sandbox_id: str) -> None:
-        """Create one sandbox and add it to the ready ones. `_warm_up` starts this as a task.
+        """Create one sandbox and add it to the ready ones.
 
         A failure stops the warm pool of this kind for some seconds, and is only logged: no holder waits for this
         sandbox.
@@ -468,7 +466,7 @@ class LocalHost:
         finally:
             if not kept:
                 self._known.pop(sandbox_id, None)
-            self._warming[key] -= 1
+            self._warming -= Counter([key])
             self._wake.set()
             self._changed()
 
@@ -486,7 +484,7 @@ class LocalHost:
         """Check if the engine answers, and remove containers without an owner, until cancelled.
 
         `look_s` passes between two checks: the engine sends no event for a container that its owner forgot. The host
-        takes no sandboxes while the engine does not answer. `run` starts this in a task.
+        takes no sandboxes while the engine does not answer.
         """
         while True:
             try:
@@ -574,14 +572,14 @@ class EngineMaker:
         ]
 
     async def remove(self, id: str, *, image: bool) -> None:
-        """Remove the image of a snapshot by its name, or a container by its id. `Reaper` calls this."""
+        """Remove the image of a snapshot by its name, or a container by its id."""
         if image:
             await self._backend.images.remove(id)
         else:
             await self._backend.containers.delete(id)
 
     async def _start_in_own_task(self, sandbox: LocalSandbox) -> LocalSandbox:
-        """Start a sandbox in a task of its own, for `make` and `adopt`. Returns once it is ready.
+        """Start a sandbox in a task of its own, and return it once it is ready.
 
         The task goes on until the end of the sandbox. If the caller is cancelled before the sandbox is ready, the
         sandbox ends.

@@ -234,7 +234,7 @@ class Reaper:
         """Tickets of an earlier run, by sandbox id."""
 
     def restored(self, tickets: Sequence[Ticket]) -> None:
-        """Store the tickets of an earlier run of the service, for `is_unreported`. `LocalHost.recover` calls this."""
+        """Store the tickets of an earlier run of the service, for `is_unreported`."""
         self._restored = {ticket.sandbox_id: ticket for ticket in tickets}
 
     def is_ours(self, container: Container) -> bool:
@@ -248,7 +248,12 @@ class Reaper:
         return ticket is not None and image.id not in ticket.snapshots
 
     def leftovers(self, containers: Sequence[Container], known: Collection[str]) -> list[Container]:
-        """Return the containers and images to remove now. `known` has our sandboxes that live or are starting."""
+        """Return the containers and images to remove now, of all that the engine lists.
+
+        `known` has our sandboxes that live or are starting.
+        """
+        listed = {each.id for each in containers}
+        self._orphans = {id: seen for id, seen in self._orphans.items() if id in listed}
         return [each for each in containers if self._is_leftover(each, known)]
 
     def _is_leftover(self, container: Container, known: Collection[str]) -> bool:

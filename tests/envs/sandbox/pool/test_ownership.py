@@ -5,10 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import anyio
 import pytest
 
-from envs.sandbox.pool.ownership import Labels, OwnerAlive, OwnerLock, OwnerVerdict, machine, owner_alive, verdict
+from envs.sandbox.pool.host import Container, HostSettings
+from envs.sandbox.pool.ownership import (
+    Identity,
+    Labels,
+    OwnerAlive,
+    OwnerLock,
+    OwnerVerdict,
+    Reaper,
+    machine,
+    owner_alive,
+    verdict,
+)
 from flash.errors import ConfigError
+from tests.envs.sandbox.pools import engine
 
 LABELS = Labels("box", "svc", 100.0, "/nowhere", "machine", "lease", "owner", "run")
 
@@ -45,6 +58,19 @@ def test_a_lock_dies_with_its_process(tmp_path):
         process.kill()
         process.wait()
         assert owner_alive(mine, machine()) is OwnerAlive.NO
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_the_reaper_forgets_orphans_that_the_engine_no_longer_lists():
+    identity = Identity("own", "/nowhere", "machine", "run")
+    reaper = Reaper(engine(), identity, HostSettings(), alive=lambda *_: OwnerAlive.NO, wall=lambda: 0.0)
+    orphan = Container("id", LABELS.as_dict(), True)
+    assert reaper.leftovers([orphan], ()) == []
+    await anyio.sleep(HostSettings().orphan_grace_s)
+    assert reaper.leftovers([orphan], ()) == [orphan]
+    assert reaper.leftovers([], ()) == []
+    assert reaper.leftovers([orphan], ()) == []
 
 
 def test_who_may_be_removed():

@@ -147,6 +147,7 @@ async def test_a_ready_sandbox_is_handed_out_at_once_and_replaced():
             assert len(maker.sandboxes) == 3
         [host] = pool.state.hosts()
         assert (host.hits, host.misses) == (1, 0)
+        assert not vars(pool.state.host(host.name))["_warming"]
     assert maker.sandboxes == {}
 
 

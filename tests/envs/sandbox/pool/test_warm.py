@@ -21,3 +21,4 @@ def test_a_kind_is_kept_ready_as_often_as_it_was_asked_for_lately(asked, window)
         recent = sum(time > now - window for time in times[key])
         assert policy.target(key, now) == max(fixed, min(5, recent))
     assert policy.targets(now + window + 1) == {"a": 1}
+    assert (policy.hits, policy.misses) == (0, len(asked))
