@@ -56,8 +56,6 @@ class Judge:
     ) -> SuiteVerdict:
         """Return the verdict on the program in an answer. A sandbox that fails is replaced, a few times.
 
-        `CodeEnv.step` and the verifiers of `envs.rewards.code` await this for each answer.
-
         Args:
             answer: text of the policy, which contains the program.
             suite: tests of the problem.

@@ -95,10 +95,7 @@ class Block(NamedTuple):
 
 
 def final_part(answer: str) -> str:
-    """Return the text of an answer after its reasoning; empty if the reasoning does not end.
-
-    Verifiers of texts call this, too, such as `envs.rewards.exact`.
-    """
+    """Return the text of an answer after its reasoning; empty if the reasoning does not end."""
     text = answer.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
     ends = [at + len(tag) for tag in END_OF_THOUGHT if (at := _rfind_tag(text, tag)) >= 0]
     if ends:
@@ -118,7 +115,7 @@ class Found(NamedTuple):
 def find_blocks(answer: str, names: Sequence[str]) -> Found:
     """Find the texts that may be a program in the language of `names`. An answer without a fence is one block.
 
-    `Judge.judge` calls this for each answer, and `envs.judging.tests.choose_program` chooses among the texts later.
+    `envs.judging.tests.choose_program` chooses among the texts later.
     """
     text = final_part(answer)
     lines, fences = _scan(text, names)

@@ -106,7 +106,7 @@ async def choose_program(
 ) -> str:
     """Return the program to grade among the blocks of an answer; empty if there is none.
 
-    `Judge.judge` calls this before `run_tests`, in the same sandbox. A choice between several texts is made in there.
+    A choice between several texts is made in the sandbox, before `run_tests`.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -129,7 +129,7 @@ async def choose_program(
 async def run_tests(
     sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: JudgingLimits, *, every: bool
 ) -> SuiteVerdict:
-    """Write a program into a clean sandbox, compile it, run the tests, and return the verdict, for `Judge.judge`.
+    """Write a program into a clean sandbox, compile it, run the tests, and return the verdict.
 
     With `every`, all tests run; otherwise none after the first that fails.
 
@@ -155,7 +155,7 @@ async def run_cases(
 ) -> list[CaseOutcome]:
     """Run tests in order on the program in the sandbox, until the time is used up or, without `every`, one fails.
 
-    Returns one outcome for each test that ran. `SweEnv` calls this, too, with the checks of a task.
+    Returns one outcome for each test that ran.
 
     Raises:
         LostInTestError: the sandbox was lost while a test ran.

@@ -54,7 +54,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def box_of(table: dict[str, Any]) -> BoxOptions:
-    """Parse the table `box` of an agent's options. `AgentOptions` calls this when the configuration is checked.
+    """Parse the table `box` of an agent's options.
 
     Raises:
         ConfigError: an option is wrong. The message names it.

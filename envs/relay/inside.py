@@ -135,6 +135,7 @@ class Relay:
         """
         client = self.clients[number]
         try:
+            # The credit is above 0, since `watch` asks for no events otherwise: `recv(0)` would look like an end.
             data = client.stream.recv(PIECE if client.given_up else min(PIECE, client.credit))
         except BlockingIOError:
             return
@@ -195,7 +196,7 @@ class Relay:
     def watch(self, number: int) -> None:
         """Let the selector report the events of a connection that the relay can handle now. Forget it if it is over.
 
-        Called after each change of the connection: its credit, its waiting bytes, or its ends.
+        Must be called after each change of its credit, its waiting bytes, or its ends.
         """
         client = self.clients[number]
         if not client.sends and client.ended and not client.waiting:

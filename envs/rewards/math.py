@@ -714,7 +714,7 @@ def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
     Raises:
         TimeoutError: the call used more processor time.
     """
-    # Only the main thread may set a signal handler. Workers of `envs.rewards.verifier` call this in theirs.
+    # Only the main thread may set a signal handler. In workers of `envs.rewards.verifier` it is always that thread.
     if threading.current_thread() is not threading.main_thread():
         return call(*arguments)
     running = True

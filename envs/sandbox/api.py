@@ -92,8 +92,6 @@ def check_timeout(seconds: object) -> None:
 def check_command(command: Any, timeout: object, patience: object, env: Mapping[Any, Any] | None) -> None:
     """Refuse a command that no agent could run. A timeout and a patience of None are accepted.
 
-    `Exec` calls this before a command travels to a service, and `AgentSandbox` before it travels to the agent.
-
     The types are checked too: the arguments come from programs of users, which no checker of types has seen.
 
     Raises:

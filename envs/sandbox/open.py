@@ -57,9 +57,6 @@ def check_location(location: Location) -> None:
 async def open_sandboxes(location: Location) -> AsyncGenerator[SandboxProvider]:
     """Open a provider of sandboxes for the time of the block. At its end all its sandboxes are closed.
 
-    `envs.judging.judge.shared_judge` calls this on each node of a run, once for each judge pool. Programs of users may
-    call it too.
-
     Raises:
         ConfigError: there is no engine, or a package or a token is missing.
         SandboxError: the engine or the service does not answer.

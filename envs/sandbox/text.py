@@ -82,10 +82,7 @@ def _zero(text: str) -> SandboxRefusedError:
 
 
 def unusable_command(command: str) -> str:
-    """Return the error that a policy is shown, as the result, for a command that no sandbox can run; empty if one can.
-
-    The tools and environments with a shell call this before they run the command of a policy.
-    """
+    """Return the error that a policy is shown as the result of a command that no sandbox can run; empty if one can."""
     if "\0" in command:
         return "error: a command cannot have a zero byte"
     if (size := len(command.encode("utf-8", "replace"))) > COMMAND_LENGTH:

@@ -58,9 +58,8 @@ class System:
 def end_leftovers(agent: object, shell: object = None, system: object = System) -> None:
     """Kill the processes that ended commands left behind; they could tamper with the next command.
 
-    `Command` and `Shell.begin` call this before a command begins. A process was left behind if it has lost its parent,
-    and belongs neither to a running command or job nor to a running command of a session other than `shell`. Raises
-    CallRefusal if they cannot be ended.
+    A process was left behind if it has lost its parent, and belongs neither to a running command or job nor to a
+    running command of a session other than `shell`. Raises CallRefusal if they cannot be ended.
 
     Args:
         agent: the `BoxAgent`, which knows the running commands.
@@ -93,10 +92,7 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
-    """Return the `Stat` of each living descendant of these processes, without the roots themselves.
-
-    `end_leftovers` and `BoxAgent.die` kill them.
-    """
+    """Return the `Stat` of each living descendant of these processes, without the roots themselves."""
     inside, every, grown = set(roots), system.processes(), True
     while grown:
         grown = False
@@ -317,7 +313,7 @@ class Command:
     def signal(self, number: int) -> None:
         """Send a signal to the process group of a job. SIGKILL reaches all processes of the command.
 
-        The operation `job_signal` calls this. Does nothing once the job has ended: its process id may be another's.
+        Does nothing once the job has ended: its process id may be another's.
         """
         if self.ended_body is None:
             if number == _signal.SIGKILL:

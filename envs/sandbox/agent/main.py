@@ -177,7 +177,7 @@ class BoxAgent:
                 child.reaped(status, usage)
 
     def carry_out(self, body: list) -> None:
-        """Carry out one frame of the host: [number of the call, operation, argument]. `HostChannel.read` calls this.
+        """Carry out one frame of the host: [number of the call, operation, argument].
 
         Every error of an operation becomes the failure of its call, with a code by which the host chooses the class of
         its exception.

@@ -113,8 +113,8 @@ class Launcher:
     def call(self, function: object) -> object:
         """Call the function with the highest OOM score; return its result or raise its error.
 
-        `Command.launch` and `StatefulBash.start` call this. `function` starts a process, which inherits the score. With
-        Landlock it runs in the restricted thread, while the caller waits.
+        `function` starts a process, which inherits the score. With Landlock it runs in the restricted thread, while the
+        caller waits.
         """
         # All threads of a process have one score, so setting it here counts for the other thread, too.
         self.set_own_score(WORST)
@@ -141,8 +141,8 @@ class Launcher:
 def forbid_writing_to_proc() -> bool:
     """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False on failure.
 
-    `Launcher.serve` calls this in its thread. Without write access to /proc no program can lower its OOM score.
-    Landlock has only rules that allow, so there is one for each folder of the root except /proc.
+    Without write access to /proc no program can lower its OOM score. Landlock has only rules that allow, so there is
+    one for each folder of the root except /proc.
     """
     try:
         import _ctypes
@@ -176,8 +176,6 @@ def spawn(
     path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
 ) -> int:
     """Start a program in its own session and return its process id.
-
-    `Command.launch` and `StatefulBash.start` call this through `Launcher.call`.
 
     Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
     on the program's file, exec blocks for up to a minute. The agent waits only for `BEGIN_MS`; the child writes a later
@@ -245,9 +243,9 @@ def fail(code: int, text: str) -> None:
 def fork_call(function: object, files: "dict[int, int]") -> int:
     """Run `function` in a child process in a session of its own, and return its process id.
 
-    `Command.launch` calls this for a worker of the agent, such as one that unpacks a tree. It also calls this for a
-    program that cannot be run: the child then writes the error and exits as a shell would (`fail`). The child carries
-    no command's number. An error of the function is written to the child's standard error, with exit code 1.
+    Used for a worker of the agent, such as one that unpacks a tree, and for a program that cannot be run: the child
+    then writes the error and exits as a shell would (`fail`). The child carries no command's number. An error of the
+    function is written to the child's standard error, with exit code 1.
 
     `files` maps the child's descriptors, which are 0 to 2, to ours. Higher ones are closed, so that a path through
     /proc/self/fd reaches none of ours.
@@ -380,10 +378,10 @@ class Ring:
         return self.total > self.head_limit + self.tail_limit
 
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
-        """Return the offset at which the result really begins, and at most `limit` kept bytes from `offset` on.
+        """Return at most `limit` kept bytes from `offset` on, after the offset at which they really begin.
 
-        `offset` counts from the begin of the stream. If the bytes there were dropped, the result begins with the next
-        kept ones. `job_output` sends it.
+        `offset` counts from the beginning of the stream. If the bytes there were dropped, the result begins with the
+        next kept ones.
         """
         content = self.content()
         if offset < len(self.head):
@@ -586,10 +584,7 @@ class Stat:
 
 
 def processes() -> "list[Stat]":
-    """Return the `Stat` of each process of the sandbox, without the agent and zombies.
-
-    The searches for a command's processes use this. A process that ends meanwhile is left out.
-    """
+    """Return the `Stat` of each process of the sandbox, without the agent, zombies and those that end meanwhile."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -672,10 +667,7 @@ class CommandNumbers:
 
 
 def set_number(number: int) -> None:
-    """Give this process the number of a command, permanently. Raises OSError or ValueError on failure.
-
-    `spawn` calls this in the child, and the program's own children inherit the number.
-    """
+    """Give this process, and all that it starts later, the number of a command. Raises OSError or ValueError."""
     resource.setrlimit(UP, (MIDDLE + number, MIDDLE + number))
     resource.setrlimit(DOWN, (MIDDLE - number, MIDDLE - number))
 

@@ -466,7 +466,7 @@ class Shell:
         self.proceed()
 
     def stop_unreported(self) -> None:
-        """Stop the running command: the shell's answer does not report how it ended. `StatefulBash` calls this.
+        """Stop the running command: the shell's answer does not report how it ended.
 
         The end of the shell then fails the command (`reaped`).
         """
@@ -490,7 +490,7 @@ class Shell:
         return True
 
     def reaped(self, status: int, usage: object) -> None:
-        """Clean up after the shell's end: by `exit`, by a signal, or because we killed it. `BoxAgent.reap` calls this.
+        """Clean up after the shell's end: by `exit`, by a signal, or because we killed it.
 
         The running command's result has the shell's own exit code or signal, from the wait status `status`. The next
         command starts a new shell.

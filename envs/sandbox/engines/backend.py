@@ -139,7 +139,7 @@ class Containers(Protocol):
     """Operations on containers. Only the engine enforces the restrictions of a spec's profile."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
-        """Create a container without starting it, and return its id. `LocalSandbox` calls this once for its container.
+        """Create a container without starting it, and return its id.
 
         Args:
             spec: image, resources and profile of the sandbox.

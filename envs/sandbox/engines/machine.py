@@ -206,8 +206,7 @@ def _processes(pid: int) -> list[int]:
 def kill_leftovers(ids: Collection[str]) -> int:
     """Kill the processes that the engine left of removed containers on this machine. Returns their number.
 
-    `DockerContainers.delete` calls this for a container whose start did not end. `ids` are the full ids of the
-    containers, which the processes name.
+    They belong to a start that did not end. `ids` are the full ids of the containers, which the processes name.
     """
     killed: set[int] = set()
     for _ in range(CHECKS):

@@ -98,7 +98,7 @@ PROFILES = {
 
 
 def check(spec: Spec) -> ProfileSettings:
-    """Check a spec, and return the settings of its profile. `DockerContainers.create` calls this first.
+    """Check a spec, and return the settings of its profile.
 
     Raises:
         SandboxRefusedError: the spec is wrong, or asks for something that its profile does not allow.

@@ -316,15 +316,12 @@ class AgentSandbox(Sandbox):
     async def restore(self, channel: Channel, workdir: str) -> None:
         """Fill the working directory with the files of the snapshot, if the image stores them separately.
 
-        `LocalSandbox._serve` calls this for a new sandbox before it is ready. `channel()` would wait for that, so the
-        channel is an argument.
+        The sandbox is not ready yet. `channel()` would wait for that, so the channel is an argument.
         """
         await self._work(channel, "restore", workdir)
 
     async def send_tree(self, path: str, most: int | None = None, heads: int = ARCHIVE_BYTES) -> AsyncGenerator[bytes]:
         """Let a worker of the agent pack a file or tree, and yield the tar stream while it arrives.
-
-        `get_archive` calls this for downloads, and `LocalSandbox.snapshot` for a working directory in memory.
 
         Args:
             path: the file or folder.

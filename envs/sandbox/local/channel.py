@@ -155,7 +155,7 @@ class AgentCall:
         """True once the result or the failure has arrived."""
 
     def receive(self, kind: int, value: msgspec.Raw) -> None:
-        """Store a frame that has arrived for this call, or count its credit. `Channel.run` calls this.
+        """Store a frame that has arrived for this call, or count its credit.
 
         Raises:
             SandboxLostError: the agent has sent more output than it may, which would fill the host's memory.

@@ -256,7 +256,7 @@ class SandboxAdmission:
     # ---- requests
 
     def submit(self, request: PlaceRequest) -> None:
-        """Add a request to the queue. `PoolState.submit` calls this for each new lease.
+        """Add a request to the queue.
 
         Raises:
             SandboxRefusedError: no host could ever hold the sandbox.
@@ -330,10 +330,7 @@ class SandboxAdmission:
     # ---- decisions
 
     def decide(self) -> list[Grant]:
-        """Grant everything that can be granted now, in the order of the laws, and return the new grants.
-
-        `PoolState.decide` calls this, and wakes the tasks of the leases.
-        """
+        """Grant everything that can be granted now, in the order of the laws, and return the new grants."""
         grants: list[Grant] = []
         closed: set[str] = set()
         self._passed_over.clear()

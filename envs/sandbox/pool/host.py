@@ -80,7 +80,7 @@ class Host(Protocol):
         ...
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start the sandbox of a ticket, for `LeaseServer`. Leaves nothing behind if the start fails or is cancelled.
+        """Start the sandbox of a ticket. Leaves nothing behind if the start fails or is cancelled.
 
         Raises:
             SandboxError: the sandbox cannot be started.

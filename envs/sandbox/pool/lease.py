@@ -192,8 +192,8 @@ class SandboxLease:
     def due(self) -> tuple[float, str]:
         """Return the time at which the lease ends if nothing happens, and the reason.
 
-        While a call is in progress the lease does not idle. The task that keeps the time calls this again after each
-        change of state, and when the returned time has come.
+        While a call is in progress the lease does not idle. The time can move later without a change of state (a
+        renewal, a call), so it must be asked for again when the returned time has come.
         """
         idle = math.inf
         if self.spec.idle_s is not None and self.state == "ready":
@@ -218,12 +218,9 @@ class SandboxLease:
 
     @asynccontextmanager
     async def use(self) -> AsyncGenerator[Sandbox]:
-        """Yield the lease's sandbox for one call of the holder.
+        """Yield the lease's sandbox for one call of the holder, such as a command, a snapshot or a fork.
 
-        The methods of `LeasedSandbox` that need the sandbox run in such a block, and so do snapshots and forks of the
-        pool.
-
-        A SandboxLostError of the call counts as the report of the loss to the holder.
+        A SandboxLostError that leaves the block counts as the report of the loss to the holder.
 
         Raises:
             SandboxLostError: the sandbox was lost and this call is the first one after that, or it is not replaced in

@@ -63,8 +63,7 @@ class SandboxPool:
     async def _forget_expired(self) -> None:
         """Remove expired snapshots, until cancelled.
 
-        Between two removals it waits until the next snapshot expires or the book of snapshots changes. `begin` starts
-        this in a task.
+        Between two removals it waits until the next snapshot expires or the book of snapshots changes.
         """
         while True:
             for kept in self.snapshots.expired():
@@ -110,7 +109,7 @@ class SandboxPool:
     async def wait_ready(self, lease: SandboxLease, deadline: float) -> None:
         """Wait until the lease has its sandbox. Ends the lease if the deadline passes first.
 
-        `acquire` and `fork` call this. Clients of the service wait by themselves, with repeated requests.
+        Clients of the service do not need this: they wait with repeated requests.
 
         Raises:
             SandboxBusyError: the deadline passed.

@@ -80,8 +80,7 @@ class LeaseServer:
     async def _keep_time(self, lease: SandboxLease) -> None:
         """End the lease when one of its times has passed. A change of its state sets new times.
 
-        `_serve` runs this in a task beside the serving. A call that begins or ends, and a renewal, are seen when the
-        old time has come.
+        A call that begins or ends, and a renewal, are seen only when the old time has come.
         """
         while True:
             due, reason = lease.due()
@@ -198,8 +197,7 @@ class LeaseServer:
     async def _reopen(self, name: str) -> None:
         """Take a host out of decisions while it is in quarantine, then let it take sandboxes again.
 
-        `_obtain` starts this in a task when a failed start has put the host in quarantine. Each refresh reads if the
-        host is still in quarantine.
+        Each refresh reads if the host is still in quarantine.
         """
         self.state.refresh(name)
         await anyio.sleep(self.state.failures.quarantine_left(name))
@@ -221,7 +219,7 @@ class Recovery:
         self._state = server.state
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Restore the leases of an earlier run from the journal, and start the hosts. `SandboxPool.begin` calls this.
+        """Restore the leases of an earlier run from the journal, and start the hosts.
 
         A lease whose sandbox is on a host of this pool waits for that host's recovery. Any other lease is queued again.
         """
@@ -247,7 +245,7 @@ class Recovery:
         """Recover the sandboxes of an earlier run on a host, then run the host until cancelled.
 
         `placed` has the journal's entries of this host, each with its new lease. Once the host answers, each lease gets
-        its old sandbox; a lease whose sandbox is gone is treated as lost. `begin` starts one such task for each host.
+        its old sandbox; a lease whose sandbox is gone is treated as lost.
         """
         tickets: list[Ticket] = []
         for entry, _ in placed:

@@ -475,7 +475,7 @@ class PoolState:
         self.decide()
 
     def remove(self, lease: SandboxLease) -> None:
-        """Free the place of a lease that has ended, and move the lease to the ended ones. `LeaseServer` calls this."""
+        """Free the place of a lease that has ended, and move the lease to the ended ones."""
         self.admission.remove(lease.id)
         self.leases.end(lease)
         self.decide()

@@ -179,7 +179,7 @@ class SandboxClient:
     async def order(self, order: SandboxOrder, key: str, *, wait: float = POLL_S) -> Info:
         """Order a sandbox. It may not be ready yet when this returns; `wait_ready` waits for it.
 
-        `acquire` and `RemoteHost` call this, and repeat it with the same key if the response was lost.
+        If the response was lost, call this again with the same key.
 
         Args:
             order: the order.

@@ -80,7 +80,7 @@ class HttpClient:
         )
 
     async def aclose(self) -> None:
-        """Close all connections. `SandboxClient` calls this at the end of its block."""
+        """Close all connections."""
         await self._client.aclose()
 
     async def ask(

@@ -174,9 +174,9 @@ class Endpoints:
 async def once(call: ApiCall, body: msgspec.Struct, work: Callable[[], Awaitable[_T]]) -> _T:
     """Carry out `work` and return its result. Calls with one idempotency key carry it out only once.
 
-    The handlers of endpoints that are `keyed` call this. `LeaseWork.once` remembers the results of a lease's calls.
-    Without a key, the client cancels the work when it disconnects. `body` is the body of the call: a key that was used
-    with another one is refused.
+    For the endpoints that are `keyed`. `LeaseWork.once` remembers the results of a lease's calls. Without a key, the
+    client cancels the work when it disconnects. `body` is the body of the call: a key that was used with another one is
+    refused.
     """
     if not call.key:
         return await work()

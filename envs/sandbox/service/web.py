@@ -133,7 +133,7 @@ class RecordLimit(logging.Filter):
         """Records in this minute, dropped ones included."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be logged. Called by `logging` for each record."""
+        """Return True if the record is to be logged."""
         minute = int(self._clock() // 60)
         dropped = 0
         if minute != self._minute:
