@@ -133,7 +133,7 @@ class McpServer:
         It is unblocked by `close`. An error before the tools are listed is kept for `open`, with the end of the
         server's standard error. It raises nothing, because an error would cancel all tasks of the node's task group.
         """
-        with tempfile.TemporaryFile("w+") as stderr:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
             try:
                 with self._scope:
                     await self._connect(stderr)

@@ -135,6 +135,7 @@ async def test_tools_of_a_server_are_listed_called_and_ended_with_their_episode(
     [
         (["/nowhere/server"], "No such file or directory"),
         ([sys.executable, "-c", "raise SystemExit('no key')"], "no key"),
+        ([sys.executable, "-c", r"import os; os.write(2, b'no \xff key'); raise SystemExit(1)"], "no \ufffd key"),
     ],
 )
 async def test_a_server_that_does_not_start_is_an_error_that_says_why(command: list[str], why: str) -> None:
