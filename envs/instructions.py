@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from envs.generated import in_held_out_part
+from envs.judging.programs import final_part
 from flash.environment import Info, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
@@ -243,10 +244,13 @@ class Instructions:
         return [Message("user", self._problem.asked())], {}
 
     async def step(self, action: str) -> StepResult:
-        """Check the answer; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
+        """Check the answer without its reasoning; the episode ends.
+
+        Returns (observation, reward, terminated, truncated, info).
+        """
         if self._problem is None:
             raise EnvError("step() was called before reset()")
-        missing = self._problem.missing(action)
+        missing = self._problem.missing(final_part(action))
         return "", float(missing is None), True, False, {"note": missing or ""}
 
     async def close(self) -> None:

@@ -137,6 +137,17 @@ async def test_held_out_topics_are_never_trained() -> None:
     assert info["note"]
 
 
+@pytest.mark.anyio
+async def test_only_the_sentence_after_the_reasoning_is_checked() -> None:
+    env = Instructions(InstructionOptions(kinds=["question"]))
+    observation, _ = await env.reset(0)
+    topic = words(observation[0].content)[5]  # pyright: ignore[reportAttributeAccessIssue]
+    sentence = f"Where does the {topic} go now?"
+    for answer, reward in ((f"<think>A question. Good.</think>\n{sentence}", 1.0), (f"<think>{sentence}", 0.0)):
+        await env.reset(0)
+        assert (await env.step(answer))[1] == reward
+
+
 def test_rules_that_exclude_each_other_are_never_asked_for_together() -> None:
     options = InstructionOptions(rules=3)
     for seed in range(500):
