@@ -6,7 +6,7 @@ action changes nothing. The environment's blocking calls run in a worker thread.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import msgspec
@@ -24,7 +24,8 @@ class GymnasiumOptions(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the environment, such as `{ map_name = "8x8" }`."""
     actions: list[str] = msgspec.field(default_factory=list)
-    """Names of the actions, in order, if actions are numbers. The last word of an answer names the action."""
+    """Names of the actions, in order, if actions are numbers. The last word of an answer names the action, in upper or
+    lower case."""
     instructions: str = ""
     """Text before the first observation."""
 
@@ -56,8 +57,12 @@ class Gymnasium:
         actions = env.action_space.n if isinstance(env.action_space, Discrete) else 0
         if not isinstance(env.observation_space, Text) and env.render_mode != "ansi":
             raise ConfigError(f'{options.id} shows no text; where it can: kwargs = {{ render_mode = "ansi" }}')
-        if len(set(options.actions)) != actions or not (actions or isinstance(env.action_space, Text)):
+        names = {name.casefold() for name in options.actions}
+        if len(names) != actions or not (actions or isinstance(env.action_space, Text)):
             raise ConfigError(f"{options.id} takes {env.action_space}: give `actions` as many different names")
+        for name in options.actions:
+            if _last_word(name) != name.casefold():
+                raise ConfigError(f"actions must be single words, because the last word counts, but one is {name!r}")
 
     def reset(self, seed: int) -> tuple[str, Info]:
         """Start an episode with this seed, and return its first observation after the instructions."""
@@ -72,11 +77,11 @@ class Gymnasium:
         """
         chosen: Any = action
         if self._options.actions:
-            word = (action.split() or [""])[-1].strip(".,:;!*`'\"").casefold()
-            names = [name.casefold() for name in self._options.actions]
+            word, names = _last_word(action), [name.casefold() for name in self._options.actions]
             if word not in names:
                 return self._shown, 0.0, False, False, {"metrics": {"unreadable": 1.0}}
-            chosen = names.index(word)
+            space = cast("Discrete", self._env.action_space)
+            chosen = int(space.start) + names.index(word)
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
         self._shown = self._text(observation)
         return self._shown, float(reward), terminated, truncated, {"metrics": {"unreadable": 0.0}}
@@ -91,6 +96,11 @@ class Gymnasium:
         if not isinstance(shown, str):
             raise EnvError(f"{self._options.id} showed no text but {type(shown).__name__}")
         return shown
+
+
+def _last_word(answer: str) -> str:
+    """Return the last word of an answer, in lower case and without punctuation around it; empty if there is none."""
+    return (answer.split() or [""])[-1].strip(".,:;!*`'\"").casefold()
 
 
 def _make(options: GymnasiumOptions) -> gymnasium.Env[Any, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
-from gymnasium.spaces import Text
+from gymnasium.spaces import Discrete, Text
 
 from envs.adapters.gymnasium import Gymnasium, GymnasiumOptions
 from flash.environment import SyncEnvironment, wrap
@@ -37,6 +38,30 @@ class Parrot(gymnasium.Env[str, str]):
 
 
 gymnasium.register("Parrot-v0", Parrot)
+
+
+class Die(gymnasium.Env[str, np.int64]):
+    """Wants the number 2; its numbers begin with 1."""
+
+    observation_space = Text(100)
+    action_space = Discrete(3, start=1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: np.int64) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(action == 2), True, False, {}
+
+
+gymnasium.register("Die-v0", Die)
+
+
+def test_numbers_of_actions_may_begin_above_0() -> None:
+    options = GymnasiumOptions(id="Die-v0", actions=["one", "Two", "three"])
+    Gymnasium.check(options)
+    env = Gymnasium(options)
+    env.reset(1)
+    assert env.step("two")[1] == 1.0
 
 
 @pytest.mark.anyio
@@ -78,6 +103,9 @@ async def test_text_is_taken_as_it_is() -> None:
         ({"id": "FrozenLake-v1", "actions": ["a", "b", "c", "d"]}, "shows no text"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a"]}, "takes Discrete"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a"] * 4}, "takes Discrete"),
+        ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": [*"abcA"]}, "takes Discrete"),
+        ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a b", *"cde"]}, "is 'a b'"),
+        ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a.", *"cde"]}, r"is 'a\.'"),
         ({"id": "Parrot-v0", "actions": ["a"]}, "takes Text"),
     ],
 )
