@@ -140,9 +140,10 @@ def filter_text(families: Sequence[int]) -> bytes | None:
     return msgspec.json.encode(tighten(msgspec.json.decode(source.read_bytes()), families))
 
 
-@cache
 def podman_filter(families: Sequence[int]) -> Path:
-    """Write the filter to a file, unless it is there already, and return its path. Podman reads it at each start.
+    """Write the filter to a file, unless it is there, and return its path.
+
+    Podman reads it at each start, and the system may clean the folder up, so this must be called for each container.
 
     Raises:
         SandboxRefusedError: there is no default filter, or `user_folder` cannot be used.

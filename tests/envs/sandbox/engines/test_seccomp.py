@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from envs.sandbox.engines.seccomp import INTERNET, UNIX, tighten
+from envs.sandbox.engines.seccomp import INTERNET, UNIX, filter_text, podman_filter, tighten
 
 DEFAULT = {
     "defaultAction": "SCMP_ACT_ERRNO",
@@ -80,3 +80,10 @@ def test_a_process_changes_itself_only(name, arguments, expected):
 
 def test_no_other_architecture_gets_through():
     assert [entry["subArchitectures"] for entry in tighten(DEFAULT, UNIX)["archMap"]] == [[]]
+
+
+@pytest.mark.skipif(filter_text(UNIX) is None, reason="there is no default filter on this machine")
+def test_a_filter_that_was_cleaned_up_is_written_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    podman_filter(UNIX).unlink()
+    assert podman_filter(UNIX).read_bytes() == filter_text(UNIX)
