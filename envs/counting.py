@@ -94,7 +94,7 @@ class Counting(OneTurn):
         return max(1, min(options.longest, round(drawn)))
 
     def _answer(self, left: int, digit: int) -> str:
-        """Return the right answer, which has `left` letters."""
+        """Return the right answer to a prompt with this digit; the answer has `left` letters."""
         items: list[str] = []
         while left > 0:
             left -= 1

@@ -105,7 +105,7 @@ def _known() -> list[str]:
 
 
 def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
-    """Replay an episode in a worker. Returns the observation, the reward, `terminated` and `truncated` of its end."""
+    """Replay an episode with these answers in a worker. Returns observation, reward, `terminated` and `truncated`."""
     env = _library().make(name, **kwargs)
     # GEM's environments seed NumPy, which takes no seed of more than 32 bits.
     (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False

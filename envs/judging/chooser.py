@@ -1,6 +1,6 @@
 """Choose the program to grade among the blocks of an answer. This script runs in the sandbox, before any program does.
 
-It reads one JSON object. `blocks`: the blocks, the most likely first; each is a list of texts that the block may be.
+It reads one JSON object (`asked`). `blocks`: the blocks, the most likely first; each is a list of texts that it may be.
 `calls`: the functions that the tests call. `prints` and `reads`: true if a test expects output or gives input.
 `provided`: names that need no import. The script writes the chosen text as JSON. For Python, it uses Python's own
 parser. For other languages, its arguments are a command that reads a program and exits with 0 if it parses.
@@ -47,7 +47,7 @@ BEST = 5
 
 
 def compiled(text: str) -> "ast.AST | None":
-    """Return the syntax tree of a Python program, for `rank`; None if the text is not a program."""
+    """Return the syntax tree of a Python program; None if the text is not a program."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

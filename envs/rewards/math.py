@@ -205,7 +205,7 @@ def _last_box(text: str) -> str | None:
     listed: list[tuple[int, int]] = []
 
     def close(start: int, begin: int, until: int, end: int) -> None:
-        """Record a complete box and its content. It joins the list of the box before, or begins another list."""
+        """Record the box from `start` to `end`, whose content is from `begin` to `until`, in this list or a new one."""
         nonlocal last_end
         between = text[last_end:start] if last_end <= start <= last_end + WIDEST_BETWEEN else "-"
         if not (0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between)):

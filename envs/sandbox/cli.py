@@ -337,7 +337,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: OwnerLock) -> list[Host]:
-    """Return the hosts of the service: the services of `--host`, or else this machine's engine.
+    """Return the hosts of the service: the services of `--host`, or else this machine's engine. `stack` closes them.
 
     `--engine`, `--warm` and `--users` are about this machine's engine, and have no effect with `--host`.
     """
@@ -391,7 +391,7 @@ def _warm(text: str) -> tuple[Spec, int]:
 
 
 def parse_address(listen: str, certificate: Path | None, key: Path | None) -> HttpAddress:
-    """Return the address to listen on. Raises ConfigError."""
+    """Return the address to listen on, for TLS with a certificate and its key. Raises ConfigError for another form."""
     from flash.http.server import HttpAddress
 
     if listen.startswith("unix:"):

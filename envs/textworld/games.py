@@ -166,7 +166,7 @@ def walk(game: GameOf, folder: str) -> list[Turn]:
 
 
 def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
-    """Return the state of a game after these commands. Called in a worker process by `envs.textworld.game`.
+    """Return the state of the game in `file` after these commands. It stays open under the number `episode`.
 
     If the game takes more than `timeout` seconds, an alarm signal kills the worker: a game's interpreter is C code,
     which no exception interrupts. `envs.workers` sets the signal's default action and clears the timer after the call.

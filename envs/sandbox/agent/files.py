@@ -124,7 +124,8 @@ def step(here: int, name: str, make: bool = False) -> int:
 def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> int:
     """Open the file that a path leads to, following links except into /proc. Returns its descriptor.
 
-    Raises OSError, and CallRefusal for a link into /proc.
+    `flags` and `mode` are those of `os.open`; with `make`, missing folders are created. Raises OSError, and CallRefusal
+    for a link into /proc.
     """
     folder, name = locate(path, follow=True, make=make)
     try:

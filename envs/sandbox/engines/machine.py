@@ -177,7 +177,7 @@ def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
 
 
 def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> None:
-    """Add the files that a process keeps open although they are removed.
+    """Add to `use` the files that a process keeps open although they are removed, until it exceeds `most`.
 
     `devices` are the file systems of the layer: open files of other ones take none of its disk.
     """

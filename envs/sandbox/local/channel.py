@@ -356,7 +356,7 @@ class Channel:
     async def call(
         self, operation: str, argument: object, timeout: float, *, room: int = 1 << 16
     ) -> AsyncGenerator[AgentCall]:
-        """Open a call for the time of the block. The block must end within `timeout` seconds.
+        """Open a call for the time of the block, which must end within `timeout` seconds. `room` is that of `open`.
 
         Raises:
             SandboxTimeoutError: the block did not end in time.
@@ -372,7 +372,7 @@ class Channel:
     async def ask(
         self, operation: str, argument: object, result_type: type[T], timeout: float, *, room: int = 1 << 16
     ) -> tuple[T, dict[str, bytes]]:
-        """Carry out a call without input. Returns the result, and the output by stream. Raises the errors of `call`."""
+        """Carry out a `call` without input. Returns the result, and the output by stream. Raises the same errors."""
         async with self.call(operation, argument, timeout, room=room) as call:
             return await call.result(result_type)
 

@@ -356,7 +356,10 @@ class SandboxAdmission:
                     closed.add(kept.name)
 
     def _host_to_keep(self, request: PlaceRequest, closed: set[str]) -> HostView | None:
-        """Return the host where this request will fit soonest: the one with the most room among those large enough."""
+        """Return the host where this request should fit soonest: of those large enough, the least loaded one.
+
+        Hosts in `closed` are kept free for other requests already.
+        """
         large = [
             host
             for host in self._hosts.values()

@@ -124,7 +124,7 @@ def machine() -> str:
 def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
     """Find out if the process that owns a container still runs, by its lock file.
 
-    Unknown for a container of another machine or another boot, and if the lock file cannot be opened. A file that is
+    Unknown for a container of another boot than `this_machine`, and if the lock file cannot be opened. A file that is
     gone means that the owner is gone.
     """
     if labels.machine != this_machine:

@@ -74,7 +74,7 @@ class Quarantine:
         """Failures of each key that has failed since its last success; the key that failed last is the last one."""
 
     def failed(self, key: str, why: str, now: float) -> bool:
-        """Record a failure of `key`. Returns True if this failure puts the key in quarantine."""
+        """Record a failure of `key` with its message. Returns True if this failure puts the key in quarantine."""
         record = self._records.setdefault(key, _Record())
         self._records.move_to_end(key)
         if len(self._records) > KINDS_KEPT:
