@@ -43,7 +43,7 @@ CALLS_OPEN = 256
 """Calls with a key that may be in progress in one sandbox. They go on after their client has disconnected, so no
 connection limits their number."""
 JOBS_KEPT = 256
-"""Background jobs of one sandbox that clients can ask for. Older ones are forgotten."""
+"""Background jobs of one sandbox that clients can ask for. The job that nobody has asked for longest is forgotten."""
 SESSIONS_OPEN = 64
 """Sessions that may be open in one sandbox."""
 
@@ -91,7 +91,7 @@ class LeaseWork:
         self._ended: dict[str, anyio.Event] = {}
         """For each session that is open or being opened, the event that is set when it is closed."""
         self._jobs: dict[str, Job] = {}
-        """Background jobs by their ids, oldest first."""
+        """Background jobs by their ids, in the order in which clients last asked for them."""
         self._calls: dict[str, _KeyedCall] = {}
         """Calls by idempotency key: ended ones in the order of their ends."""
 
@@ -170,9 +170,10 @@ class LeaseWork:
 
     def job(self, job_id: str) -> Job:
         """Return a job that was started. Raises ProblemError if it is unknown."""
-        job = self._jobs.get(job_id)
-        if job is None:
+        if job_id not in self._jobs:
             raise ProblemError(404, f"there is no job {job_id} in sandbox {self._lease.id}", "SandboxRefusedError")
+        # Moved to the end: a job that runs for long is not forgotten for the many after it.
+        job = self._jobs[job_id] = self._jobs.pop(job_id)
         return job
 
     # ---- calls that are carried out once

@@ -6,16 +6,20 @@ import io
 import logging
 import tarfile
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from envs.sandbox.api import Job
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.state import PoolSettings
+from envs.sandbox.protocol import ProblemError
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.service import ANSWERS_KEPT, CALLS_OPEN
+from envs.sandbox.service.service import ANSWERS_KEPT, CALLS_OPEN, JOBS_KEPT
 from envs.sandbox.service.web import RecordLimit
 from flash.errors import SandboxBusyError
 from flash.http.connections import HttpLimits
@@ -177,6 +181,18 @@ async def test_a_call_that_outlasts_many_others_is_carried_out_once(tmp_path):
                 await work.once(f"key-{number}", b"", anyio.lowlevel.checkpoint)
             ready.set()
         assert await work.once("long", b"", long) == 1
+
+
+async def test_a_job_that_clients_ask_for_is_not_forgotten(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        job = await sandbox.start("sleep 60")
+        work = world.service.work(world.service.pool.state.leases.of(sandbox.sandbox_id))
+        for number in range(2 * JOBS_KEPT):
+            work.add_job(cast("Job", SimpleNamespace(job_id=f"later-{number}")))
+            assert work.job(job.job_id).job_id == job.job_id
+        with pytest.raises(ProblemError, match="there is no job later-0"):
+            work.job("later-0")
+        assert (await job.poll()).running
 
 
 def test_a_flood_of_records_is_cut_and_its_size_is_told():
