@@ -637,6 +637,15 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
 
 
+def still_used(ids: "list[int]") -> "list[int]":
+    """Return those ids of ended processes that living processes still have as their session or group.
+
+    The kernel may give any other id to a new process, which must not be taken for the old one.
+    """
+    used = {number for stat in processes() for number in (stat.session, stat.group)}
+    return [number for number in ids if number in used]
+
+
 def cpu_use(pids: "list[int]") -> "tuple[int, bool]":
     """Return the CPU ticks of processes and their reaped children, and True if a thread is running or ready to run."""
     ticks, ready = 0, False

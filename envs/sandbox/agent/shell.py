@@ -31,6 +31,7 @@ from envs.sandbox.agent.process import (
     now,
     send_signal,
     spawn,
+    still_used,
     tree,
     unreadable_copy,
     uptime,
@@ -95,7 +96,7 @@ class StatefulBash:
         self.pid = -1
         """Process id of the running bash; -1 if none runs."""
         self.leaders = []
-        """Process ids of all shells of this session, the current one last."""
+        """Process ids of the shells of this session, the current one last; ended ones while `still_used`."""
         self.state = b""
         """Commands that restore variables, functions and options of the last finished command."""
         self.cwd = agent.resolve(".")
@@ -160,7 +161,7 @@ class StatefulBash:
             for fd in theirs:
                 os.close(fd)
         self.agent.children[self.pid] = self.owner
-        self.leaders.append(self.pid)
+        self.leaders = [*still_used(self.leaders), self.pid]
         self.answer = bytearray()
         self.command_pipe, self.outgoing = command_pipe, bytearray(begin)
         os.set_blocking(self.command_pipe, False)

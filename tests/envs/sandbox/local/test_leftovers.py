@@ -1,13 +1,16 @@
 """What an ended command has left behind is ended, however it comes and goes while it is looked for."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from envs.sandbox.agent.command import end_leftovers
-from envs.sandbox.agent.process import Stat, processes
+from envs.sandbox.agent.process import Stat, processes, still_used
 from envs.sandbox.agent.wire import CallRefusal
 
 LIMIT = 20.0
@@ -141,3 +144,15 @@ def test_what_cannot_be_ended_is_told():
     world.end = lambda pid: None
     with pytest.raises(CallRefusal, match="multiplies faster"):
         ended_by_agent(world)
+
+
+def test_the_id_of_an_ended_shell_is_known_only_while_a_process_of_its_session_lives():
+    script = "sleep 60 >/dev/null & echo $!"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True) as shell:
+        assert shell.stdout is not None
+        sleeper = int(shell.stdout.readline())
+    assert still_used([shell.pid]) == [shell.pid]
+    os.kill(sleeper, signal.SIGKILL)
+    while any(stat.pid == sleeper for stat in processes()):
+        time.sleep(0.01)
+    assert still_used([shell.pid]) == []
