@@ -88,6 +88,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
     The deadline counts from the moment when a worker process is free: see `envs.workers`.
 
     Raises:
+        ConfigError: `load_verifier` refuses the path.
         RewardError: the verifier raised an error, returned no finite number, died, or did not answer within `timeout`
             seconds while the completion is not proven to be the cause.
         EnvError: an asynchronous verifier raised it.

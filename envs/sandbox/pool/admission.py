@@ -466,6 +466,8 @@ class SandboxAdmission:
         overtake nobody, so they are not `counted`.
         """
         request = waiting.request
+        # Counted before it leaves the queue, so that the owner's records are not dropped in between.
+        self._grants_held[request.owner] = self._grants_held.get(request.owner, 0) + 1
         if request.id in self._waiting:
             self._leave(waiting)
         grant = self._granted[request.id] = Grant(request, waiting.arrival, host.name)
@@ -476,7 +478,6 @@ class SandboxAdmission:
         self._usage[request.owner] = self._usage.get(request.owner, NOTHING) + request.demand
         pays = payer(request.owner)
         self._paid[pays] = self._paid.get(pays, NOTHING) + request.demand
-        self._grants_held[request.owner] = self._grants_held.get(request.owner, 0) + 1
         if counted:
             self._grants += 1
             self._last_grant[request.owner] = self._last_paid[pays] = self._grants
