@@ -118,7 +118,7 @@ class Reports(msgspec.Struct, frozen=True):
 
 @functools.cache
 def read_reports() -> Reports:
-    """Read the table that ships with Flash, once. `envs.reasoning_gym` checks families against it."""
+    """Return the table that ships with Flash. The first call reads it."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Reports)
 
 
@@ -132,7 +132,7 @@ def library() -> Any:
 def certify(
     family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, grade_s: float = GRADE_S
 ) -> GraderReport:
-    """Test a family's grader with right and bad answers. `certified` calls this in a worker's main thread.
+    """Test a family's grader with right and bad answers. Must run in a worker's main thread, as `time_limit` must.
 
     Args:
         family: name of the family.
@@ -208,10 +208,7 @@ def same(bad: str, answer: object) -> bool:
 
 
 async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
-    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal.
-
-    `ReasoningGym.prepare` calls this for families with settings of their own, and `main` for the shipped table.
-    """
+    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal."""
     try:
         return await in_worker(CERTIFY_S, certify, family, settings)
     except TimeoutError:

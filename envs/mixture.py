@@ -71,7 +71,7 @@ class _Maker(msgspec.Struct, frozen=True, dict=True):
     """Keyword arguments of the class."""
 
     def __call__(self) -> Environment | SyncEnvironment:
-        """Make an environment: `reset` of an episode calls this, and `solved_examples` before the training."""
+        """Make an environment of the kind."""
         return self.env(**self.kwargs)
 
 

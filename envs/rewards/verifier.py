@@ -62,8 +62,6 @@ def inline(verifier: _F) -> _F:
 def load_verifier(path: str) -> Verifier:
     """Return the verifier at `module:function`. The first call in a process imports it.
 
-    `DatasetEnv.check` calls this when the configuration is read, and `verify` for each answer.
-
     Raises:
         ConfigError: the path names nothing that is callable with two arguments.
     """
@@ -191,10 +189,7 @@ def _score_in_worker(path: str, completion: str, answer: str) -> _Scored:
 
 
 def _score(verifier: _Plain, completion: str, answer: str) -> _Scored:
-    """Call a verifier in this process. No failure raises an error.
-
-    `verify` calls this for an `inline` verifier, and `_score_in_worker` for all others.
-    """
+    """Call a verifier in this process. No failure raises an error."""
     try:
         return _Scored(check_reward(verifier(completion, answer)), None)
     except RewardError as error:

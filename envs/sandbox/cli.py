@@ -33,7 +33,7 @@ FAILED = 125
 
 
 async def standard_input() -> bytes:
-    """Read the standard input to its end, for `_run`. Returns no bytes if it is a terminal.
+    """Read the standard input to its end. Returns no bytes if it is a terminal.
 
     Raises:
         SandboxRefusedError: the input is too long.

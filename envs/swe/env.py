@@ -145,7 +145,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     # -- the policy's sandbox ----------------------------------------------------------------------------------------
 
     async def _run(self, task: SweTask, command: str) -> Result:
-        """Run commands in the repository's folder. `ShellEnv.step` calls this; the first call borrows the sandbox.
+        """Run commands in the repository's folder. The first call borrows the sandbox.
 
         Errors are part of the output, so that the policy sees both in the order in which they were written.
         """

@@ -161,11 +161,11 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
 
     @abstractmethod
     async def _run(self, task: _Task, command: str) -> Result:
-        """Run commands in the policy's sandbox, for at most `command_timeout` seconds. `step` calls this."""
+        """Run commands in the policy's sandbox, for at most `command_timeout` seconds."""
 
     @abstractmethod
     async def _judged(self, task: _Task, *, truncated: bool) -> StepResult:
-        """Judge the work in its current state, and return the result of the episode's last step. `step` calls this.
+        """Judge the work in its current state, and return the result of the episode's last step.
 
         `truncated` is True if the run's limits end the work, and not the policy or the option `turns`.
         """

@@ -15,9 +15,8 @@
     shows = "5"
 
 `envs.swe.env` shows the report, and runs the checks. Held-out tasks are for evaluation only. A check is a script that
-runs in the repository's folder, and the output that it must have. The output is compared
-outside the sandbox, so that nothing in the sandbox, such as an edited test or a program that exits early, can report
-that a check has passed.
+runs in the repository's folder, and the output that it must have. The output is compared outside the sandbox, so that
+nothing in the sandbox, such as an edited test or a program that exits early, can report that a check has passed.
 """
 
 from __future__ import annotations

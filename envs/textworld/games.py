@@ -178,7 +178,7 @@ def play(episode: int, file: str, commands: Sequence[str], timeout: float) -> Sh
 
 
 def load_library() -> None:
-    """Load TextWorld in this worker before the first game. `TextGame.prepare` calls this."""
+    """Load TextWorld in this worker before the first game."""
     _library()
 
 

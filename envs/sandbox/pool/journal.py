@@ -56,7 +56,7 @@ class Entry(LeaseOrder, frozen=True, kw_only=True):
 
 
 def entry_of(lease: SandboxLease, wall: float) -> Entry:
-    """Return the row of a lease, which `LeaseServer.note` writes. `wall` is the unix time."""
+    """Return the row of a lease. `wall` is the unix time."""
     left = lease.spec.deadline_s if math.isinf(lease.hard_until) else lease.hard_until - anyio.current_time()
     return Entry(
         **msgspec.structs.asdict(lease.order),
@@ -72,7 +72,7 @@ def entry_of(lease: SandboxLease, wall: float) -> Entry:
 
 
 def lease_of(entry: Entry, wall: float) -> SandboxLease:
-    """Create the lease of a row of an earlier run, for `Recovery`. It has no sandbox yet. `wall` is the unix time."""
+    """Create the lease of a row of an earlier run. It has no sandbox yet. `wall` is the unix time."""
     lease = SandboxLease(entry.lease, msgspec.convert(entry, LeaseOrder, from_attributes=True))
     lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
     lease.snapshots = [*entry.snapshots]

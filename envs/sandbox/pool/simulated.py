@@ -104,7 +104,7 @@ class SimulatedSandbox(Sandbox):
     """A sandbox in which only time passes."""
 
     def __init__(self, maker: SimulatedMaker, sandbox_id: str, spec: Spec, labels: Mapping[str, str]) -> None:
-        """Create a sandbox that is ready. `SimulatedMaker.make` calls this, and lists the container afterwards."""
+        """Create a sandbox that is ready. `labels` are those of its container, which `maker` lists."""
         self.labels = labels
         self.container_id = uuid4().hex
         """Id of the container at the simulated engine."""

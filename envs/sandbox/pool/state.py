@@ -446,7 +446,7 @@ class PoolState:
     # ---- leases
 
     def submit(self, lease: SandboxLease, only: str | None = None) -> None:
-        """Add a lease and queue its request for a host, for `SandboxPool.order` and `Recovery`.
+        """Add a lease and queue its request for a host, which a later `decide` grants.
 
         `only` names the single host that the request accepts; None: any.
 
