@@ -62,6 +62,7 @@ class Gem:
 
         Raises:
             ConfigError: GEM does not know the environment, or cannot make it.
+            EnvError, TimeoutError, anyio.BrokenWorkerProcess: no worker can import GEM.
         """
         known = await in_worker(IMPORT_S, _known)
         if options.id not in known:

@@ -119,7 +119,7 @@ class TextGame(Generic[_Options]):
         """
         try:
             await in_worker(LOAD_S, games.load_library)
-        except (ImportError, TimeoutError, anyio.BrokenWorkerProcess) as error:
+        except (TimeoutError, anyio.BrokenWorkerProcess) as error:
             raise EnvError(f"no worker loads TextWorld: {type(error).__name__} {error}") from None
 
     async def _begin(self, file: str) -> Observation:
