@@ -61,7 +61,7 @@ class OpenEnv:
         """Connection to the server; None before `reset`."""
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Connect, and start an episode with this seed."""
+        """Connect, and start an episode with this seed. Raises EnvError if the server cannot be reached, or fails."""
         address = f"ws{self._options.url.removeprefix('http').rstrip('/')}/ws"
         try:
             self._connection = await connect(address, max_size=LARGEST_MESSAGE, proxy=None)
