@@ -163,11 +163,15 @@ def load_environment(path: str) -> type[object]:
     the environment.
 
     Raises:
-        ConfigError: there is no such object, or it is not an environment.
+        ConfigError: there is no such object, it is not an environment, or it has `inform` and a blocking method.
     """
     found = load_object(path)
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
         raise ConfigError(f"`{path}` is not an environment: expected a class with reset, step and close")
+    if hasattr(found, "inform"):  # blocking methods run in threads, where the view that `inform` gets must not be used
+        for name in ENVIRONMENT_METHODS:
+            if not inspect.iscoroutinefunction(getattr(found, name)):
+                raise ConfigError(f"`{path}` has `inform`, so its {name} must be an `async def`")
     return cast("type[object]", found)
 
 

@@ -70,11 +70,12 @@ class _Worker(threading.Thread):
 async def in_thread(call: Callable[[], _T]) -> _T:
     """Run a user's blocking call in a thread that runs nothing else meanwhile, and return the result.
 
-    Methods of blocking environments and plain verifiers (`envs.rewards.verifier`) run here. If the caller is cancelled,
-    the thread continues without it.
+    Methods of blocking environments and plain agent functions (`envs.agent`) run here. If the caller is cancelled, the
+    thread continues without it.
 
     Raises:
-        BaseException: anything that the call raises.
+        BaseException: anything that the call raises; for a StopIteration a RuntimeError with it as cause, because a
+            coroutine cannot raise it.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -100,7 +101,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
     except IndexError:
         worker = _Worker()
     worker.give(work)
-    # The future carries an exception as a value: a future refuses a StopIteration.
+    # The future carries an exception as a value: it refuses a StopIteration, and the caller would wait for ever.
     value, error = await ended
     if error is not None:
         raise error
@@ -215,10 +216,12 @@ def wrap(env: Environment | SyncEnvironment) -> Environment:
     """Return an asynchronous environment unchanged. Return a `Threaded` around an environment with a blocking method.
 
     `LoadedEnvironment.make` calls this for each episode, and environments call it for the ones that they wrap.
+
+    Raises:
+        EnvError: an environment with `inform` (`Informed`) has a blocking method.
     """
-    methods = (env.reset, env.step, env.close)
-    # `Threaded` has no `inform`. A class that has it must be asynchronous; only its first method is looked at, and a
-    # blocking `step` or `close` is an error when it is called (`call_method`).
-    if all(map(is_async, methods[:1] if hasattr(env, "inform") else methods)):
+    if all(map(is_async, (env.reset, env.step, env.close))):
         return cast("Environment", env)
+    if hasattr(env, "inform"):  # `Threaded` does not pass `inform` on
+        raise EnvError(f"{type(env).__qualname__} has `inform`, so its reset, step and close must be `async def`")
     return Threaded(cast("SyncEnvironment", env))

@@ -24,6 +24,16 @@ class Plain:
         pass
 
 
+class Informed(Plain):
+    """An environment that would get a view of its episode, if its methods were not blocking."""
+
+    def inform(self, episode):
+        self.episode = episode
+
+    async def reset(self, seed):
+        return self.word, {}
+
+
 class Several(Plain):
     @classmethod
     async def prepare(cls, **options):
@@ -73,6 +83,7 @@ async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing
         ("envs.arithmetic:Arithmetik", {}, "did you mean `Arithmetic`"),
         ("envs.arithmetic:Arithmetic", {"digit": 2}, r"`env\.options\.digit`: Arithmetic has no such option"),
         ("envs.arithmetic:Arithmetic", {"digits": 0}, "`env.options`: Arithmetic refuses them: digits must be"),
+        (f"{__name__}:Informed", {}, "`.*:Informed` has `inform`, so its step must be an `async def`"),
     ],
 )
 def test_a_wrong_path_or_option_is_refused_when_it_is_loaded(path, options, message):

@@ -182,6 +182,19 @@ def test_an_asynchronous_environment_is_not_wrapped():
     assert wrap(env) is env
 
 
+@pytest.mark.parametrize("blocking", ["reset", "step", "close"])
+def test_an_environment_that_is_informed_of_its_episode_may_not_block(blocking):
+    class Knowing(Arithmetic):
+        def inform(self, episode):
+            pass
+
+    env = Knowing(ArithmeticOptions())
+    assert wrap(env) is env
+    setattr(Knowing, blocking, getattr(Blocking, blocking))
+    with pytest.raises(EnvError, match="Knowing has `inform`, so its reset, step and close must be `async def`"):
+        wrap(env)
+
+
 @pytest.mark.anyio
 async def test_a_blocking_environment_runs_in_another_thread():
     inner = Blocking()
