@@ -82,6 +82,22 @@ def test_a_killed_torchrun_interrupts_the_launcher() -> None:
     assert torchrun.communicate("x", timeout=60)[0] == "in order\n"
 
 
+def test_a_torchrun_outside_of_the_container_is_not_watched() -> None:
+    program = (
+        "import os, threading\nfrom flash.run.processes.launch_state import end_with_torchrun\n"
+        "end_with_torchrun()\nprint(os.getppid(), threading.active_count())"
+    )
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", sys.executable, "-c", program],
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "x"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("0 1\n", "")
+
+
 def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:
     program = PROCESS.format(handler=IGNORING, grace=60)
     delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_LAUNCHER'].split('.')[0]): pass\n"

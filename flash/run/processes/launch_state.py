@@ -106,12 +106,15 @@ def end_with_torchrun() -> None:
     """Start a thread that sends SIGTERM to this process when torchrun ends, if torchrun started it.
 
     The launcher calls this just before the launch. torchrun kills its children if it ends in order, but not if it is
-    killed itself. torchrun must be the direct parent: the end of one with a wrapper script between is not noticed.
+    killed itself. The thread watches the direct parent. If a wrapper script lies between torchrun and this process, the
+    end of the script is noticed, and that of torchrun is not.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # If torchrun has already ended, the parent is init or a subreaper, and the end of torchrun is not noticed.
-        descriptor = os.pidfd_open(os.getppid())
-        threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
+        # The end of torchrun is not noticed if it has ended already, so that the parent is init or a subreaper. The
+        # parent cannot be watched if it ends just now, or if it is outside of this process's PID namespace (id 0).
+        with suppress(OSError):
+            descriptor = os.pidfd_open(os.getppid())
+            threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
 
 
 def _terminate_after(descriptor: int) -> None:
@@ -229,7 +232,7 @@ def remember_shared_memory(core: int) -> None:
 def remove_abandoned(base: Path) -> None:
     """Remove the scratch folders that killed launches of this user have left in the folder `base`.
 
-    A launch calls this before it makes its own scratch folder.
+    `scratch_folder` calls this before it makes a new folder.
     """
     for folder in base.glob(f"{SCRATCH_PREFIX}*"):
         with suppress(OSError):  # another launch removes it at the same time, or we have no permission
