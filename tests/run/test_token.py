@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flash.errors import ConfigError, RunDirectoryError, TransportError
-from flash.run.processes.hub_place import hub_token, sign, verify
+from flash.run.processes.hub_place import HubPlace, hub_token, sign, verify
 
 GIVEN = "ab" * 32
 """As a user sets FLASH_TOKEN."""
@@ -75,6 +75,14 @@ def test_a_stranger_cannot_send_the_job_elsewhere(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="somebody else wrote to the run directory"),
     ):
         verify(sign(b"elsewhere", b"\x11" * 32, file), tmp_path, None)
+
+
+@pytest.mark.parametrize("address", [b"", b"\xff", b'{"host": "\xff"}', b'{"host": "there", "port": "x", "token": ""}'])
+def test_a_proven_address_of_another_form_is_an_error_that_a_search_survives(tmp_path: Path, address: bytes) -> None:
+    with hub_token(tmp_path, None) as (token, file):
+        (tmp_path / "hub.json").write_bytes(sign(address, token, file))
+        with pytest.raises(TransportError, match=r"cannot be read: .*; do all hosts run the same code"):
+            HubPlace(run_dir=str(tmp_path)).find(None)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import TypeVar
 
 import msgspec
 
@@ -36,6 +37,8 @@ _TOKEN_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
 """Pattern of the token file's name."""
 HUB_FILE = "hub.json"
 """Name of the file in the run directory that announces the hub."""
+T = TypeVar("T")
+"""Struct that `_decode` returns."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -112,12 +115,7 @@ def verify(stored: bytes, run_dir: Path, variable: str | None) -> tuple[bytes, b
         ConfigError: this process has no token, or a token other than the hub's.
         TransportError: the content is not that of an announcement.
     """
-    try:
-        announcement = msgspec.json.decode(stored, type=Announcement)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TransportError(
-            f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
-        ) from error
+    announcement = _decode(stored, Announcement)
     token = _announced_token(announcement, run_dir, variable)
     if not hmac.compare_digest(announcement.proof, _proof(announcement.body, token)):
         raise ConfigError(
@@ -125,6 +123,17 @@ def verify(stored: bytes, run_dir: Path, variable: str | None) -> tuple[bytes, b
             "or somebody else wrote to the run directory"
         )
     return announcement.body, token
+
+
+def _decode(text: bytes, kind: type[T]) -> T:
+    """Return the struct that `text`, a part of an announcement, holds as JSON. Raises TransportError if it holds
+    something else."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except ValueError as error:  # a DecodeError, or a UnicodeDecodeError of a text in the JSON
+        raise TransportError(
+            f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
+        ) from error
 
 
 def _announced_token(announcement: Announcement, run_dir: Path, variable: str | None) -> bytes:
@@ -207,13 +216,13 @@ class HubPlace(msgspec.Struct, frozen=True):
         """Return the hub's address and token. `variable` is the value of FLASH_TOKEN; None if it is not set.
 
         Raises:
-            ConfigError: there is no hub, or no token for it.
-            TransportError: the announcement in the run directory was not written by a hub.
+            ConfigError: there is no hub, no token for it, or another token than the hub's.
+            TransportError: the announcement in the run directory was not written by a hub with the same code.
         """
         if self.run_dir:
             folder = Path(self.run_dir)
             body, token = verify(_announcement(folder), folder, variable)
-            return msgspec.structs.replace(msgspec.json.decode(body, type=HubAddress), token=token)
+            return msgspec.structs.replace(_decode(body, HubAddress), token=token)
         if variable is None:
             raise ConfigError(
                 f"{TOKEN_VARIABLE} is not set: the hub at {self} is joined with the token that was given to its run"
