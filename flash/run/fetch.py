@@ -256,7 +256,7 @@ def _record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
     except OSError:
         return None
-    except msgspec.DecodeError:
+    except ValueError:  # a DecodeError, or a UnicodeDecodeError of a text in the JSON
         return Record(0, "something", "", {})
 
 

@@ -382,5 +382,5 @@ def _read_requeues(file: Path) -> Requeues | None:
     """Return the record of the starts before this one; None if there is none, or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Requeues)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None

@@ -18,7 +18,7 @@ import pytest
 from flash.config.models import PackagedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.fetch import RECORD, Source, fetch, model_lock, source_of
+from flash.run.fetch import RECORD, Source, fetch, model_lock, refuse_unrecorded, source_of, why_not_there
 from flash.run.models import chosen_model, export_model, make_missing_models
 from tests.full_disk import small_disk
 from tests.gguf_files import look_in, package, write_gguf
@@ -104,6 +104,15 @@ def test_a_folder_that_has_lost_something_is_made_anew(
         assert fetch(model, folder, 60)
         assert weights(folder) == whole
     assert f"is made again: {folder / 'model.safetensors'} is damaged or gone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b'{"recipe": 1, "source": "\xff", "sha256": "", "files": {}}'])
+def test_a_damaged_record_shows_that_flash_has_made_the_folder(content: bytes, file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny.hf"
+    folder.mkdir()
+    (folder / RECORD).write_bytes(content)
+    refuse_unrecorded(folder)
+    assert why_not_there(folder, file) == "its source something has changed since"
 
 
 def test_a_file_that_has_changed_is_converted_anew_and_one_that_is_only_newer_is_not(

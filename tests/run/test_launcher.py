@@ -126,6 +126,14 @@ def test_a_run_that_failed_leaves_a_summary_with_its_error_and_no_address_of_its
     assert json.loads(directory.summary.read_bytes()) == summary, "what the hub has left stays"
 
 
+def test_damaged_counts_do_not_hide_the_error_of_a_run(tmp_path: Path) -> None:
+    config = make_config(run={"name": "test", "output_dir": str(tmp_path)})
+    directory = RunDirectory.open(config.run_dir, "")
+    directory.ledger.write_text('{"trained')
+    leave_in_order(config, ErrorMarker(config.run_dir, "7.1"), HubLoop(config, tmp_path / "run.toml"))
+    assert not directory.summary.exists()
+
+
 @pytest.mark.integration
 def test_a_node_without_trainers_leaves_the_file_that_the_batch_script_looks_for(tmp_path: Path) -> None:
     program = """if True:

@@ -76,6 +76,15 @@ def test_a_second_launch_is_told_who_holds_the_run_directory(tmp_path: Path, sta
         pass
 
 
+def test_a_lock_file_that_names_no_holder_is_held_by_some_process(tmp_path: Path, start: Start) -> None:
+    path = tmp_path / "lock"
+    start(LAUNCHER, path)
+    for content in (b"", b'{"pid": 1, "host": "\xff", "since": 0}'):
+        path.write_bytes(content)
+        with pytest.raises(Busy, match="another process that has only just started"), exclusive(path, 0):
+            pass
+
+
 def test_a_killed_launcher_holds_nothing(tmp_path: Path, start: Start) -> None:
     path = tmp_path / "lock"
     holder = start(LAUNCHER, path)

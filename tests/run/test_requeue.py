@@ -100,7 +100,8 @@ def test_a_job_that_is_submitted_again_has_all_its_incarnations(
         refuse_idle_requeues(config)
 
 
-def test_a_count_that_was_cut_off_is_begun_again(config: Config) -> None:
+@pytest.mark.parametrize("content", [b'{"job', b'{"job": "\xff", "version": 0, "idle": 9}'])
+def test_a_damaged_count_is_begun_again(content: bytes, config: Config) -> None:
     refuse_idle_requeues(config)
-    (config.run_dir / "requeues.json").write_text('{"job')
+    (config.run_dir / "requeues.json").write_bytes(content)
     refuse_idle_requeues(config)

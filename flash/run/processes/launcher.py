@@ -205,7 +205,7 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
     withdraw(config.run_dir)
     directory = RunDirectory(config.run_dir)
     if directory.config.is_file() and not directory.summary.exists():
-        with suppress(OSError, RunDirectoryError):  # a full disk must not hide the error
+        with suppress(OSError, ValueError, RunDirectoryError):  # a full disk or a damaged file must not hide the error
             ledger = msgspec.json.decode(directory.ledger.read_bytes()) if directory.ledger.is_file() else {}
             write_summary(directory, config, ledger, loop.restarts, error=marker.message() or "")
 

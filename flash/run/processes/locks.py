@@ -243,5 +243,5 @@ def _holder(descriptor: int) -> str:
     """Return a phrase for the process that holds the lock, as the lock file names it."""
     try:
         return str(msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder))
-    except msgspec.DecodeError:
+    except ValueError:  # the process has not written itself into the file yet, or the file is damaged
         return "another process that has only just started"
