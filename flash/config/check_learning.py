@@ -44,7 +44,6 @@ def check_train(config: Config) -> Iterator[ConfigProblem]:
     options."""
     if config.sft is None:
         yield from check_batch(config)
-        yield from _rates(config)
     elif config.train.batch_size < (least := config.train.minibatches * config.data_shards):
         message = f"expected at least {least}, a row for each minibatch and data shard, got {config.train.batch_size}"
         yield ConfigProblem("train.batch_size", message)
@@ -52,6 +51,7 @@ def check_train(config: Config) -> Iterator[ConfigProblem]:
     if config.train.max_tokens_per_microbatch < longest:
         message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
         yield ConfigProblem("train.max_tokens_per_microbatch", message)
+    yield from _rates(config)
     yield from _profile(config)
     yield from _offload(config)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config.check_learning import WHOLE_BATCH, supervised, why_not_streamed
+from flash.config.check_learning import WHOLE_BATCH, check_train, supervised, why_not_streamed
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -355,6 +355,13 @@ def test_supervised_steps_are_not_streamed() -> None:
     base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
     config = msgspec.convert(base | {"train": {"stream": True}, "sft": {"data": "rows.jsonl"}}, Config)
     assert not supervised(config).train.stream
+
+
+@pytest.mark.parametrize("sft", [None, {"data": "rows.jsonl"}])
+def test_the_learning_rate_never_decays_to_more_than_its_peak(sft: dict[str, Any] | None) -> None:
+    base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
+    config = msgspec.convert(base | {"train": {"final_learning_rate": 0.1}, "sft": sft}, Config)
+    assert [problem.key for problem in check_train(supervised(config))] == ["train.final_learning_rate"]
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"batches": "none"}, {"journal": "off"}])
