@@ -44,11 +44,11 @@ class ConfigProblem(NamedTuple):
 
 def _mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
     """Return the problem of a value of the key that does not fit its annotated type."""
-    fault = _fault(value)
-    # Descriptions of types do not mention MOST, so the message would not say what is wrong.
-    if fault is None and isinstance(value, int) and value > MOST:
+    fault, expected = _fault(value), describe(annotation)
+    # Descriptions of integers do not mention MOST, so the message would not say what is wrong.
+    if fault is None and isinstance(value, int) and value > MOST and "integer" in expected:
         fault = f"which is above {MOST}"
-    return ConfigProblem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
+    return ConfigProblem(key, f"expected {expected}, got {show(value)}" + (f", {fault}" if fault else ""))
 
 
 def _convert(value: Any, annotation: Any) -> Any:

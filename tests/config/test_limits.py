@@ -100,6 +100,11 @@ def test_what_cannot_work_is_refused_with_its_key(file: Path, override: str, com
     assert len(str(caught.value)) < 500
 
 
+def test_the_largest_count_is_named_only_where_an_integer_is_expected(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected text, got 3000000000$"):
+        load(file, ["env.path=3000000000"])
+
+
 @pytest.mark.parametrize(
     "content", [b"x = " + b"9" * 5000, b"x = " + b"[" * 5000, b"x = 0x" + b"f" * 9000, b"\xff", b"x = '\0'"]
 )
