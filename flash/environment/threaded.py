@@ -141,10 +141,9 @@ class Threaded:
             if self._thread is not None:
                 self._loop = asyncio.get_running_loop()
                 return
-        if is_async(self.blocking.close):
-            await cast("Environment", self.blocking).close()
-        else:
-            await in_thread(self._close)
+        closing: object = self.blocking.close() if is_async(self.blocking.close) else await in_thread(self._close)
+        if inspect.isawaitable(closing):  # as in `_call`
+            await closing
 
     async def _call(self, method: Callable[..., Any], argument: object) -> Any:
         """Call a method with its argument: await an `async def`, or run a `def` in a thread.
@@ -195,12 +194,12 @@ class Threaded:
                 if inspect.iscoroutine(closing) and self._loop is not None:
                     asyncio.run_coroutine_threadsafe(closing, self._loop)
 
-    def _close(self) -> None:
-        """Close the environment, in a thread that `close` waits for. Meanwhile `where` can name the line at which it
-        stands."""
+    def _close(self) -> object:
+        """Close the environment, in a thread that `close` waits for, and return the result. Meanwhile `where` can name
+        the line at which it stands."""
         self._thread = threading.get_ident()
         try:
-            self.blocking.close()
+            return self.blocking.close()
         finally:
             self._thread = None
 

@@ -291,6 +291,40 @@ async def test_a_class_with_blocking_and_asynchronous_methods_runs_the_blocking_
 
 
 @pytest.mark.anyio
+async def test_asynchronous_methods_behind_a_decorator_run_to_their_end():
+    def decorated(method):
+        def call(*args):
+            return method(*args)
+
+        return call
+
+    class Decorated:
+        def __init__(self):
+            self.calls = []
+
+        @decorated
+        async def reset(self, seed):
+            self.calls.append("reset")
+            return f"problem {seed}", {}
+
+        @decorated
+        async def step(self, action):
+            self.calls.append("step")
+            return "", 1.0, True, False, {}
+
+        @decorated
+        async def close(self):
+            self.calls.append("close")
+
+    inner = Decorated()
+    env = wrap(inner)
+    await env.reset(7)
+    await env.step("x")
+    await env.close()
+    assert inner.calls == ["reset", "step", "close"]
+
+
+@pytest.mark.anyio
 async def test_an_asynchronous_close_follows_a_blocked_call_that_was_given_up():
     class Mixed(Blocking):
         async def close(self):
