@@ -53,18 +53,19 @@ TOUCHED = (
     "torch.distributed.checkpoint.state_dict:get_state_dict",
     "torch.distributed.checkpoint.state_dict:set_state_dict",
 )
-"""Attributes of torch that this module uses, as `module:Class.attribute`. A test looks for each of them."""
+"""Attributes of torch that this module and `flash.trainer.checkpoint` use, as `module:Class.attribute`. A test looks
+for each of them."""
 
 
 def collective_failed(error: BaseException) -> bool:
     """Return True if an error means that a collective failed, for example because another rank is gone.
 
     The rank is then not at fault, and the ranks can start again. Trainer ranks call this for each error that they
-    catch. nccl raises a class of its own. gloo raises a
-    RuntimeError whose message contains a path in gloo's sources.
+    catch.
     """
     from torch.distributed import DistError
 
+    # nccl raises a class of its own. gloo raises a RuntimeError with a path in gloo's sources in its message.
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 

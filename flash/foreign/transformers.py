@@ -53,7 +53,8 @@ TOUCHED = (
     "transformers.utils.output_capturing:OutputRecorder.target_class",
     "transformers.utils.output_capturing:OutputRecorder.layer_name",
 )
-"""Attributes of transformers that this module uses, as `module:Class.attribute`. A test looks for each of them."""
+"""Attributes of transformers that this module and `flash.trainer.model` use, as `module:Class.attribute`. A test looks
+for each of them."""
 
 QUANTIZED = ("F8", "F6", "F4", "I8", "U8")
 """Prefixes of the dtypes in safetensors files that are quantized: their numbers must be multiplied by a scale that is
@@ -121,6 +122,7 @@ def logit_change(model: PreTrainedModel) -> LogitChange:
     A model may change logits in other ways, too. `flash.trainer.model.packing_check` finds such a change, because it
     compares with the model's own forward pass.
     """
+    # By name: a model that copies an attribute from its configuration applies it only once.
     values: dict[str, float] = {name: getattr(owner, name) for owner, name, _ in _logit_attributes(model)}
     cap, scale = values.pop("final_logit_softcapping", None), 1.0
     for name, value in values.items():

@@ -183,6 +183,7 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
     Each version is a label (`update_weights`) with the index of the first token that was sampled with it. `queue` is
     vLLM's queue with the output of the request.
     """
+    # None if the request has ended already. All its output is in the queue then, and the function is not called.
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
 

@@ -31,7 +31,6 @@ TOUCHED = (
     "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser.tool_call_start_token",
     "vllm.tool_parsers.deepseekv3_tool_parser:DeepSeekV3ToolParser.tool_calls_start_token",
     "vllm.tool_parsers.llama_tool_parser:Llama3JsonToolParser.bot_token",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.include_reasoning",
     "vllm.tool_parsers:_TOOL_PARSERS_TO_REGISTER",
     "vllm.reasoning:_REASONING_PARSERS_TO_REGISTER",
 )

@@ -1,4 +1,4 @@
-"""Attributes of vLLM beyond its documented interface that modules of this folder use.
+"""Attributes of vLLM beyond its documented interface that this folder, `flash.rollout.vllm` and `flash.weights` use.
 
 `tests/foreign/test_touched.py` looks for each of them in the installed vLLM. If a new version has moved an attribute,
 the test fails with its name. `scripts/gpu_sources.py` looks in the sources of the version for GPUs. Other modules of
@@ -92,8 +92,8 @@ TOUCHED = (
     "vllm.lora.request:LoRARequest",
     "huggingface_hub.constants:HF_HUB_OFFLINE",
 )
-"""Attributes of vLLM that modules of this folder use, in the form `module:Class.attribute`. The attributes of a class
-include the attributes that `__init__` sets."""
+"""Attributes that are used in the node loop and in an engine's core, in the form `module:Class.attribute`. The
+attributes of a class include the attributes that `__init__` sets."""
 
 TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.init_transfer_engine",
@@ -108,12 +108,10 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
     "vllm.distributed.device_communicators.shm_broadcast:SHM_READER_RECHECK_INTERVAL_MS",
-    "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.v1.worker.gpu_worker:Worker.device",
     "vllm.v1.worker.gpu_worker:Worker.get_model",
     "vllm.v1.worker.gpu_worker:Worker.weight_transfer_engine",
-    "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.destroy",
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager",
     "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
     "vllm.lora.worker_manager:WorkerLoRAManager.lora_config",
@@ -136,4 +134,4 @@ TOUCHED_BY_WORKERS = (
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
 )
-"""Attributes that `flash.foreign.vllm_worker` uses inside the workers of an engine, in the form of `TOUCHED`."""
+"""Attributes that are used inside the workers of an engine, in the form of `TOUCHED`."""
