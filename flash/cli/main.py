@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _prepare_output() -> None:
-    """Prepare standard output and standard error so that writing to them never fails, and escape log records.
+    """Let standard output and standard error accept any text, and escape log records.
 
     If the process was started without an output (`>&-`, as some supervisors do), the output is discarded.
     """

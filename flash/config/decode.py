@@ -96,7 +96,7 @@ def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
 
 
 def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
-    """Return the name of the key that tells these kinds of tables apart, such as `kind`; None for a single struct
+    """Return the name of the key that distinguishes these kinds of tables, such as `kind`; None for a single struct
     without a tag. `kinds` is a result of `tables_in`, and not empty."""
     return next(iter(kinds.values())).__struct_config__.tag_field
 
@@ -259,7 +259,7 @@ def describe(annotation: Any) -> str:
     """Describe a type in words: `an integer above 0`, `"a" or "b"`, `a list of …`."""
     try:
         return _words(inspect.type_info(annotation))
-    except TypeError:  # msgspec cannot tell such values apart, for example those of `str | Path`
+    except TypeError:  # msgspec cannot distinguish such values, for example those of `str | Path`
         return str(annotation)
 
 

@@ -339,7 +339,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in cast("Sequence[Any]", value)]
     if not isinstance(value, msgspec.Struct):
         return value
-    # A struct of one of several kinds is told from the others by its tag, such as `kind = "normal"`.
+    # The tag of a struct, such as `kind = "normal"`, distinguishes it from structs of other kinds.
     described = value.__struct_config__
     table: dict[str, Any] = {described.tag_field: described.tag} if described.tag_field is not None else {}
     for field in msgspec.structs.fields(type(value)):

@@ -31,15 +31,15 @@ from flash.foreign import vllm_arguments
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder with one entry per GPU, which NVIDIA's kernel driver provides."""
 
-
 NVIDIA_SMI_TIMEOUT = 30.0
 """Timeout of `nvidia-smi`, in seconds. The tool takes a few seconds if the driver is not loaded yet."""
 
 
 def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
-    """Return the number of NVIDIA GPUs that CUDA would show to a process of this machine, without using CUDA.
+    """Return the number of NVIDIA GPUs of this machine, without using CUDA.
 
-    Called when a configuration with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine.
+    If CUDA_VISIBLE_DEVICES is set, its entries are counted, and the GPUs are not looked at. Called when a configuration
+    with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine.
 
     Raises:
         ConfigError: `nvidia-smi` did not answer in time.

@@ -1,7 +1,7 @@
 """Resuming: the effect of a changed key on a run that continues with `--resume`.
 
 Law: a changed key takes effect in all work that is still to be done. Otherwise the change is refused before any work
-(`refused`), or the user is told which part of the change has no effect (`partial_effects`). The tables hold dotted
+(`refused`), or a warning says which part of the change has no effect (`partial_effects`). The tables hold dotted
 keys; `table.*` stands for all keys of a table. docs/configuration.md shows their sentences.
 
 `flash.run.checks.preflight` compares the configuration that the run has recorded (`flash.config.load.read_recorded`)

@@ -227,7 +227,7 @@ def sampler(distribution: Distribution) -> Sampler:
 
 
 def stated(distribution: Distribution) -> Iterator[tuple[str, float]]:
-    """Yield the numbers that a user has written for the values of a distribution, each with its place.
+    """Yield the numbers that state the values of a distribution, defaults included, each with its place.
 
     `flash.config.check` refuses numbers that are no possible time, length or probability. A place completes the key in
     its error message: empty for a single number, `[1]` in a list, `.low`, `.mean` or `.high` in a table.

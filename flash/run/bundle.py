@@ -15,7 +15,8 @@
 The steps were trained once from these members alone while the bundle was made, so their result is known.
 
 A bundle may come from anybody. Reading one unpickles nothing and imports nothing from it, accepts only regular files
-with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only if told to.
+with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only with
+`--trust`.
 """
 
 from __future__ import annotations
@@ -147,9 +148,10 @@ class Bundle(NamedTuple):
 
 
 def build_of(config: Config) -> dict[str, str]:
-    """Return what a replay with this configuration runs on here: versions of packages, processor and device.
+    """Return the versions of packages, the processor and the device with which a replay runs here, by name.
 
-    The same batch gives the same bits where all of these are the same. Names of hosts and users are not part of it.
+    The same batch gives the same bits if all of these are the same. Names of hosts and users are not among them.
+    `config` says if the replay runs on a GPU.
     """
     import torch
 
@@ -355,7 +357,7 @@ def _check_batch(folder: Path, step: int) -> None:
 
 
 def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bundle:
-    """Return the bundle whose members are in a folder, and write its configuration, with paths of here, to `file`.
+    """Return the bundle with its members in `folder`, and write its configuration, with paths of here, to `file`.
 
     Raises:
         ValueError: the configuration names a model or a folder outside of the bundle.

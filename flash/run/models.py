@@ -54,9 +54,9 @@ HUB_RESPONSE_S = 10.0
 def make_missing_models(config: Config) -> None:
     """Make the fetched and tiny models that a configuration asks for, unless they are there already.
 
-    `flash train`, `flash eval` and `flash rollout` call this before they start anything. All nodes of a job do so at
-    the same time, and so may several runs that share a model. One process makes the model, and the others wait. Each
-    node makes its own model if the nodes do not share the folder.
+    `flash train`, `flash join`, `flash eval` and `flash rollout` call this before they start engines. All nodes of a
+    job do so at the same time, and so may several runs that share a model. One process makes the model, and the others
+    wait. Each node makes its own model if the nodes do not share the folder.
 
     Raises:
         ConfigError: a model cannot be made from these options, or not in this place.

@@ -376,10 +376,11 @@ async def make_node(
 
 
 async def _served_teacher(config: Config, tokenizer: HfTokenizer) -> ServedTeacher | None:
-    """Return the server of the teacher after a test with the longest sequence; None if no server holds a teacher.
+    """Return a client of the teacher's server, once a test has shown that the server accepts the longest sequence and
+    has the policy's tokens; None if no server holds a teacher.
 
-    A teacher is a model whose log-probs the policy learns from. The test shows before any work that the server accepts
-    the longest sequence, and that it has the policy's tokens. Raises the errors of `ServedTeacher.check`.
+    A teacher is a model whose log-probs the policy learns from. They count as a part of the reward, so each answer has
+    the time of a step with its reward, deadlines.env_step. Raises ConfigError if the test fails.
     """
     if config.algorithm.teacher is None or config.algorithm.teacher.url is None:
         return None

@@ -62,12 +62,12 @@ class Played(msgspec.Struct, frozen=True):
 def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
     """Play one episode of the environment without a model: each observation is answered with the next of these texts.
 
-    The checks are the same as in a run: the values that `reset` and `step` return, deadlines, and that the same methods
-    are asynchronous. All episodes of a process are played on one event loop, in a thread of its own. So a client at the
-    top of a module, which belongs to the loop that used it first, works in every episode, also in a notebook.
+    As in a run, results and deadlines are checked, and blocking methods run in threads. All episodes of a process are
+    played on one event loop, in a thread of its own. So a client at the top of a module, which belongs to the loop that
+    used it first, works in every episode, also in a notebook.
 
     Args:
-        config: from `flash.load`; `env.path`, `env.options`, `rollout.max_turns` and `deadlines` are used.
+        config: from `flash.load`; its environment, `[rollout]` and `[deadlines]` are used.
         answers: one for each turn. Answers that are left when the episode ends are ignored.
         seed: seed of the problem. Seeds from `flash.HELD_OUT` on are held-out problems.
 

@@ -86,8 +86,8 @@ class TokenRow(NamedTuple):
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """Yield a trajectory for each sequence, as samples of the step that trains `version`.
 
-        `_batch` calls this. The trainer takes only trajectories. In a run with rewards engines sample them; here they
-        hold the row's tokens. `place` is the number of the row in the course.
+        `_batch` calls this. The trainer takes only trajectories. In a run with rewards, engines sample them; here they
+        hold the row's tokens. `place` is the number of the row in the course or among the held-out rows.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
@@ -101,6 +101,7 @@ class TokenRow(NamedTuple):
                 # The log-probs are 0: no engine sampled these tokens, and the loss does not use the log-probs.
                 logprobs=np.zeros(count, dtype="<f4").tobytes(),
                 versions=[VersionRun(version, count)],
+                # A trajectory has one turn per span. Nothing was shown or timed here.
                 turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0) for _ in spans],
             )
 

@@ -320,10 +320,10 @@ def _unreadable_config(file: Path) -> str:
 
 
 def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of the newest checkpoint that does not fit the configuration.
+    """Yield a problem for each part of the newest checkpoint that does not fit the configuration.
 
-    Its weights beside the policy's (critics, references, averages), its adapters, or the characters that a tiny model
-    knows may differ.
+    The parts are weights beside the policy's (critics, references, averages), adapters, and the characters that a tiny
+    model knows.
     """
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return

@@ -69,7 +69,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     local: int = 0
     """Number of a trainer rank on this machine; 0 for other processes."""
     place: HubPlace = HubPlace()
-    """Address of the hub, for a node loop that joins."""
+    """Place of the hub, for a node loop that joins."""
     digest: str = ""
     """Digest of the run's configuration as the hub reports it, for a node loop that joins."""
     begun: float = 0.0

@@ -135,7 +135,7 @@ class HubLoop(SupervisedPart):
 def launch(config: Config) -> int:
     """Run this node's part of the job to its end, for `flash train` and `flash.train`. Returns the exit code.
 
-    The exit code is 0, 1, or NAMED, LOST or INTERRUPTED of `flash.run.processes.launch`.
+    The exit code is 0, 1, NAMED or LOST of `flash.run.processes.launch`, or `End.INTERRUPTED`.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
@@ -391,7 +391,7 @@ class SftRanks(SupervisedPart):
 
 
 def launch_sft(config: Config, tokens: CourseTokens) -> int:
-    """Train the rows of `tokens` to the end, for `flash sft`. Returns the exit code: 0, 1, NAMED or INTERRUPTED.
+    """Train the rows of `tokens` to the end, for `flash sft`. Returns an exit code of `launch`, but never LOST.
 
     The ranks need neither a hub nor engines. The launch counts them as the part with the hub (`has_hub`), because their
     end is the end of the run.

@@ -270,7 +270,7 @@ class HubSearch:
 
 def _written(place: HubPlace) -> int:
     """Return the time at which the summary of a run was last written, in Unix nanoseconds; 0 if there is none. Each end
-    of a run writes it anew, so another time shows that the run has ended."""
+    of a run writes it again, so another time shows that the run has ended."""
     with suppress(OSError):
         if place.run_dir:
             return RunDirectory(Path(place.run_dir)).summary.stat().st_mtime_ns
