@@ -329,12 +329,12 @@ def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Param
 
 
 def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """Return the type that an annotation names, also one that is written as text; Any if that is not known here."""
+    """Return the type that an annotation names, also one that is written as text; Any if it cannot be evaluated."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
         return annotation
     try:
         return eval(annotation, namespace)
-    except (NameError, AttributeError):  # the name is imported for type checkers only, so no plain value has that type
+    except Exception:  # a NameError if the name is imported for type checkers only; a user's annotation may be wrong
         return Any

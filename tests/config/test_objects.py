@@ -41,6 +41,7 @@ class Options:
         hook: Callable[[str], float] | None = None,
         place: str | Path | None = None,
         tensor: Tensor | None = None,
+        wrong: len | None = None,
         untyped=None,
     ) -> None: ...
 
@@ -231,7 +232,7 @@ def test_options_become_keyword_arguments_of_the_annotated_types():
     assert type(kwargs["scale"]) is float
 
 
-@pytest.mark.parametrize("key", ["place", "tensor"])
+@pytest.mark.parametrize("key", ["place", "tensor", "wrong"])
 def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(key):
     assert check_options(Options, {"digits": 1, key: "x"}, "o")[key] == "x"
 
