@@ -84,8 +84,8 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments of the command line `argv`; None: those of this process.
 
-    `main` calls this. Files and overrides may also follow options, where argparse alone does not accept them. Exits
-    with code 2 and an error message if an argument or a command is unknown.
+    Files and overrides may also follow options, where argparse alone does not accept them. Exits with code 2 and an
+    error message if an argument or a command is unknown.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS

@@ -26,12 +26,12 @@ import msgspec
 from flash.cli.arguments import CommandParsers, check_folder_writable
 from flash.config.decode import ConfigProblem, suggest
 from flash.config.load import load, split_arguments
-from flash.config.models import PACKAGED, is_hub_id
+from flash.config.models import PACKAGED, is_hub_id, other_models
 from flash.config.schema import schema
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically, writing
-from flash.run.models import hugging_face_fault
+from flash.run.models import hugging_face_fault, tiny_models
 from flash.text import harmless, one_line
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ MODELS = Path("outputs/models")
 
 
 def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash init` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash init` to `commands`, and return it."""
     parser = commands.add_parser(
         "init", help="Write a small project of your own: an environment, a reward, a configuration and tests."
     )
@@ -112,7 +112,7 @@ def run_name(folder: Path) -> str:
 
 
 def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash doctor` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash doctor` to `commands`, and return it."""
     parser = commands.add_parser(
         "doctor", help="Report what this machine lacks for a run: cores, GPUs, packages, containers, …"
     )
@@ -217,7 +217,7 @@ def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash plan` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash plan` to `commands`, and return it."""
     parser = commands.add_parser(
         "plan", help="Predict the memory that a configuration needs, and name changes that make it fit."
     )
@@ -246,7 +246,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if not 0 < card < math.inf:
         raise ConfigError(f"--card-gib: expected a finite number above 0, got {card:g}")
     paths, overrides = split_arguments(arguments.config)
-    config = load(paths, overrides, also=_unreachable)
+    config = load(paths, overrides, also=_missing_models)
     with tempfile.TemporaryDirectory(prefix="flash-plan-") as folder:
         made = _missing_shapes(config, Path(folder))
         if made:
@@ -258,7 +258,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _missing_shapes(config: Config, folder: Path) -> list[str]:
     """Write a config.json into `folder` for each tiny model that the run would make first, because the memory is
     computed from it. Returns overrides that name the models there."""
-    from flash.run.models import tiny_models
     from flash.trainer.model.tiny_model import is_current, save_shape
 
     made: list[str] = []
@@ -275,7 +274,8 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
     from flash.trainer.memory import engine_memory, rank_memory
 
     card = card_gib * GIB
-    shared = config.engine.memory_fraction if config.engine.share_gpus else 0.0  # part of the card for an engine
+    shares = config.engine.share_gpus and config.gpus_per_node > 0
+    shared = config.engine.memory_fraction if shares else 0.0  # part of the card for an engine
     room = card * (1 - shared)  # bytes for a trainer rank
     memory = rank_memory(config, _ranks(config))
     write = sys.stdout.write
@@ -299,14 +299,20 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
     return 0 if fits else 1
 
 
-def _unreachable(config: Config) -> Iterator[ConfigProblem]:
-    """Yield a problem if the Hugging Face hub has no model of the id `model.path`, or cannot be reached.
+def _missing_models(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a problem for each model that has no config.json to compute the memory from.
 
-    `load` calls this for `flash plan`, which reads the model's config.json. The library alone would repeat the request
-    five times.
+    The model must be fetched first, or its hub id names a model that is neither in Hugging Face's cache nor on the
+    Hugging Face hub, or the hub cannot be asked. A cached model needs no network.
     """
-    if is_hub_id(config.model.path) and (fault := hugging_face_fault(config.model.path)):
-        yield ConfigProblem("model.path", fault)
+    fetched, path = config.model.fetch, config.model.path
+    if fetched is not None and not (Path(path) / "config.json").is_file():
+        command = shlex.join(["flash", "fetch", fetched, "--to", path])
+        yield ConfigProblem("model.path", f"the model is not there yet: make it first with `{command}`")
+    made = {folder for _, folder, _ in tiny_models(config)}  # the name of such a folder may have the form of a hub id
+    for key, named in {"model.path": path, **other_models(config)}.items():
+        if is_hub_id(named) and Path(named) not in made and (fault := hugging_face_fault(named)):
+            yield ConfigProblem(key, fault)
 
 
 def _ranks(config: Config) -> int:
@@ -353,7 +359,7 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
         try:
             changed = load(paths, [*overrides, *changes])
             memory = rank_memory(changed, _ranks(changed))
-        except ConfigError as error:  # later changes contain this one, so they would be refused too
+        except ConfigError as error:  # later changes contain this one or go further, so they would be refused too
             return f"{report}  nothing further: {' '.join(changes)} is refused: {error}\n"
         if memory.total <= room:
             return f"{report}  it would, with {memory.total / GIB:.1f} GiB: {' '.join(changes)}\n    {why}\n"
@@ -396,7 +402,7 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
 
 
 def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash fetch` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash fetch` to `commands`, and return it."""
     parser = commands.add_parser(
         "fetch", help="Get a pretrained model as a Hugging Face folder, or convert a GGUF file to one."
     )
@@ -442,7 +448,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
 
 
 def add_schema(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash schema` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash schema` to `commands`, and return it."""
     parser = commands.add_parser(
         "schema", help="Print the JSON Schema of the configuration, with which editors complete and check TOML files."
     )

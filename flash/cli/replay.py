@@ -71,7 +71,7 @@ PARTS = {
 
 
 def add_bundle(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash bundle` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash bundle` to `commands`, and return it."""
     parser = commands.add_parser("bundle", help="Write a step of a run into one file that replays on any machine.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(
@@ -148,7 +148,7 @@ def run_bundle(arguments: argparse.Namespace) -> int:
 
 
 def add_replay(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash replay` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash replay` to `commands`, and return it."""
     parser = commands.add_parser("replay", help="Train the recorded batches of a run again, without engines.")
     parser.add_argument(
         "source", type=Path, metavar="RUN_DIR|BUNDLE", help="Folder of the run, or a file of `flash bundle`."

@@ -63,7 +63,7 @@ RHYTHM_SAMPLES = 8
 
 
 def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash view` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash view` to `commands`, and return it."""
     parser = commands.add_parser("view", help="Show runs in the browser, while they run and afterwards.")
     parser.add_argument(
         "run_dir",
@@ -114,7 +114,7 @@ async def _serve_page(app: Starlette, port: int, shown: str) -> None:
 
 
 def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash watch` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash watch` to `commands`, and return it."""
     parser = commands.add_parser("watch", help="Show a run in the terminal, while it runs and afterwards.")
     parser.add_argument(
         "run_dir", nargs="?", type=Path, help=f"Folder of the run. Default: the newest run in {OUTPUTS}."
@@ -144,7 +144,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
 
 def add_plot(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash plot` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash plot` to `commands`, and return it."""
     parser = commands.add_parser("plot", help="Draw the plots of a run again.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.set_defaults(run=run_plot)
@@ -164,7 +164,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
 
 def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash compare` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash compare` to `commands`, and return it."""
     parser = commands.add_parser(
         "compare", help="Compare runs: their results, with intervals, and their configurations."
     )
@@ -191,7 +191,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash trace` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash trace` to `commands`, and return it."""
     parser = commands.add_parser(
         "trace", help="Write the timeline of a run as a file that ui.perfetto.dev and chrome://tracing show."
     )
@@ -215,7 +215,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash track` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash track` to `commands`, and return it."""
     parser = commands.add_parser("track", help="Send those rows of a run to a tracker that it does not have yet.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(
@@ -270,7 +270,7 @@ def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) 
 
 
 def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash export` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash export` to `commands`, and return it."""
     parser = commands.add_parser("export", help="Write the weights of a run as a Hugging Face model folder.")
     parser.add_argument(
         "weights",
@@ -332,7 +332,7 @@ class RhythmWeights(NamedTuple):
 
 
 def add_rhythm(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash rhythm` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash rhythm` to `commands`, and return it."""
     parser = commands.add_parser(
         "rhythm", help="Show which tokens of a text, or of a run's samples, algorithm.rhythm chooses, and why."
     )

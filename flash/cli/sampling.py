@@ -39,7 +39,7 @@ INDENT = "    "
 
 
 def add_eval(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash eval` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash eval` to `commands`, and return it."""
     parser = commands.add_parser("eval", help="Evaluate a configuration, a run or a model on held-out problems.")
     add_options(parser)
     parser.add_argument(
@@ -105,7 +105,7 @@ def evaluation_json(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
 
 
 def add_rollout(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash rollout` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash rollout` to `commands`, and return it."""
     parser = commands.add_parser(
         "rollout", help="Play some episodes of a configuration, a run or a model, and print their texts."
     )

@@ -52,7 +52,7 @@ class Sweep(NamedTuple):
 
 
 def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash simulate` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash simulate` to `commands`, and return it."""
     parser = commands.add_parser(
         "simulate", help="Predict the speed of a configuration with a simulation, which needs no GPU and no model."
     )
@@ -238,7 +238,7 @@ def recommend(cells: Sequence[SweepCell]) -> SweepCell:
 
 
 def add_calibrate(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash calibrate` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash calibrate` to `commands`, and return it."""
     parser = commands.add_parser("calibrate", help="Fit a [simulate] table to what a run has measured.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, such as outputs/tiny.")
     parser.add_argument(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def add_train(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash train` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash train` to `commands`, and return it."""
     about = "Train a model with reinforcement learning: rollouts and training run at the same time."
     parser = add_run_parser(commands, "train", about, tried="Try everything except engines and training")
     parser.set_defaults(run=run_train)
@@ -188,7 +188,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def add_sft(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash sft` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash sft` to `commands`, and return it."""
     about = "Fine-tune a model on a file of messages, of prompts with completions, or of texts."
     parser = add_run_parser(commands, "sft", about, tried="Tokenize all rows")
     parser.set_defaults(run=run_sft)
@@ -245,7 +245,7 @@ def _print_line(line: str) -> None:
 
 
 def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash join` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash join` to `commands`, and return it."""
     parser = commands.add_parser("join", help="Add the engines of this machine to a run that is under way.")
     parser.add_argument(
         "where",
@@ -272,7 +272,7 @@ def run_join(arguments: argparse.Namespace) -> int:
 
 
 def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
-    """Add the parser of `flash drain` to `commands`, and return it. `flash.cli.main` calls this."""
+    """Add the parser of `flash drain` to `commands`, and return it."""
     parser = commands.add_parser("drain", help="Let a node that has joined a run finish its samples and leave.")
     parser.add_argument(
         "where",

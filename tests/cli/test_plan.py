@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,20 +56,46 @@ def test_a_card_without_a_finite_memory_above_zero_is_refused(card: str) -> None
 
 
 @pytest.mark.timeout(120)
-def test_a_tiny_model_that_is_not_made_yet_is_planned_from_its_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["outputs/models/none", "not-made-yet"])
+def test_a_tiny_model_that_is_not_made_yet_is_planned_from_its_table(model: str, tmp_path: Path) -> None:
+    """The name `not-made-yet` has the form of a hub id."""
     config = tmp_path / "tiny.toml"
     config.write_text(
-        '[run]\nname = "plan"\n[model]\npath = "outputs/models/none"\ndtype = "float32"\n'
+        f'[run]\nname = "plan"\n[model]\npath = "{model}"\ndtype = "float32"\n'
         "[tiny_model]\nlayers = 2\nwidth = 64\n"
         '[env]\npath = "envs.arithmetic:Arithmetic"\n[cluster]\ngpus_per_node = 0\n'
     )
-    code, said = planned(tmp_path, config, card="80")
+    # Without GPUs there is none to share, so a rank has all of the memory.
+    code, said = planned(tmp_path, config, "engine.share_gpus=true", card="80")
     assert code == 0, said
     # A layer of width 64 has 4 * 64² weights of attention, 3 * 64 * 256 of the feed-forward network, and 192 of norms.
     few = 2 * (4 * 64**2 + 3 * 64 * 256 + 192) + 64
     assert few < 1e9 * float(said.partition("B parameters")[0]) < few + 64 * 64  # at most 64 tokens
-    assert "fits in 80 GiB" in said
-    assert not (Path.cwd() / "outputs/models/none").exists()
+    assert "fits in 80 GiB\n" in said
+    assert not (Path.cwd() / model).exists()
+
+
+def test_a_model_that_is_fetched_is_planned_once_it_is_there() -> None:
+    named = ["model.fetch=smollm2-135m", "model.path=outputs/models/none", "model.max_length=512"]
+    with pytest.raises(ConfigError, match="first with `flash fetch smollm2-135m --to outputs/models/none`"):
+        run_plan(argparse.Namespace(config=[str(EXAMPLE), *named], card_gib=80.0))
+
+
+def test_each_hub_id_is_looked_up_without_retries(tmp_path: Path) -> None:
+    SHAPE.save_pretrained(tmp_path)
+    settings = [
+        f"model.path={tmp_path}",
+        "algorithm.kl={coefficient=0.1, reference='owner/none'}",
+        "env.path=envs.arithmetic:Arithmetic",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "flash", "plan", str(EXAMPLE), *settings, "env.options={}"],
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "`algorithm.kl.reference` (setting): there is no folder owner/none here, no such model" in done.stderr
 
 
 def planned(folder: Path, config: Path, *settings: str, card: str = "0.7") -> tuple[int, str]:
