@@ -351,7 +351,7 @@ def record_tensors(tensors: Mapping[str, Any], before: Mapping[str, Any] | None 
 
 
 def _begin(trainer: Trainer, bundled: BundledStart, path: str) -> None:
-    """Bring a new trainer to the start of a bundle, and check that its weights are the recorded ones.
+    """Bring a new trainer to the start of a bundle, and check that the weights of its model are the recorded ones.
 
     Args:
         trainer: trainer that was made from the model at `path`.
@@ -368,8 +368,12 @@ def _begin(trainer: Trainer, bundled: BundledStart, path: str) -> None:
     wanted = {record.name: record for record in bundled.tensors}
 
     def check(*, loaded: bool) -> None:
-        # Adapters come with the state. All other weights come from the model's folder, and are checked before the
-        # state is loaded, because the state of another model would not fit, with a message that explains less.
+        """Compare the trainer's weights with the recorded ones. `loaded`: True if the bundle's state, which has the
+        adapters, is loaded already. Raises ConfigError if a tensor differs."""
+        # `base_fingerprint` is empty unless adapters are trained. Adapters are part of the state, so they are compared
+        # after it is loaded. The adapters of a new trainer follow from the settings, which a user may have changed
+        # (`lora.rank`, `run.seed`), so they are not compared. All other weights come from the model's folder. They are
+        # compared before, because loading the state into another model would fail with a less clear message.
         held = {record.name: record for record in record_tensors(weights_of(trainer, frozen=True))}
         late = adapters if trainer.base_fingerprint and not loaded else set[str]()
         names = [name for name in dict.fromkeys((*wanted, *held)) if name not in late]

@@ -284,6 +284,10 @@ def test_everything_that_a_trainer_keeps_is_in_a_bundle(name: str, tmp_path: Pat
     if step == 0:
         assert "[the run has kept no weights of version 1: only metrics are compared with it]" in told
     assert re.search(r"metrics: all \d+ equal the run's, bit for bit", told)
+    if name == "adapters at version 0":
+        assert "tensors differ from" in command("replay", output, "lora.rank=3"), (
+            "new adapters follow from the settings"
+        )
 
 
 @pytest.mark.integration
