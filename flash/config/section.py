@@ -180,7 +180,7 @@ def faults_with_teacher(sampling: Sampling, teacher: Teacher | None) -> Iterator
 def why_kept_tokens_unknown(sampling: Sampling, *, dtype: str, head_dtype: str, drafted: bool = False) -> str | None:
     """Return why the trainer cannot know which tokens `top_k` keeps; None if it can, or if all tokens are kept.
 
-    The result is an error message that follows the name of the setting. `Config.why_kept_tokens_unknown` calls this.
+    The result is an error message that follows the name of the setting.
 
     Args:
         sampling: the sampling settings.

@@ -121,7 +121,7 @@ class Sharing:
             resource.opening_over.set()
 
     def stocks(self) -> list[Stock]:
-        """Return the stock of each open resource that reports one. The function `stocks` calls this."""
+        """Return the stock of each open resource that reports one."""
         values = (resource.value for resource in self._resources.values() if resource.opening_over.is_set())
         return [value.stock() for value in values if isinstance(value, Stocked)]
 

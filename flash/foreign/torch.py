@@ -266,7 +266,7 @@ class LiveBytes:
         """Largest value of `now` so far."""
 
     def add(self, storage: UntypedStorage) -> None:
-        """Count a storage, with its current size, until it is deleted. `add_tensors` calls this."""
+        """Count a storage, with its current size, until it is deleted."""
         if (key := id(storage)) not in self._sizes:
             # `_end` runs when the storage is deleted, and not at the end of the process.
             weakref.finalize(storage, self._end, key).atexit = False

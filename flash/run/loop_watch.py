@@ -78,7 +78,7 @@ class Blocks:
         return bool(self._place)
 
     def heartbeat(self) -> None:
-        """Handle a heartbeat: the loop is not blocked, and a new interval begins. `WatchedLoop._beat` calls this."""
+        """Handle a heartbeat: the loop is not blocked, and a new interval begins."""
         self._checks, self._ran_s, self._place = 0, 0.0, ""
         self._seen.clear()
 

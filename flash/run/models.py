@@ -306,8 +306,7 @@ def _no_model(path: Path) -> str:
 def _write_out(checkpoint: Path, config: Config, folder: Path, *, merged: bool) -> None:
     """Write the policy of a checkpoint, and its tokenizer, to a model folder or to a folder of adapters.
 
-    `model_folder` and `export_model` call this. Adapters are the small matrices that a run with `[lora]` trains in
-    place of the model's own weights.
+    Adapters are the small matrices that a run with `[lora]` trains in place of the model's own weights.
 
     Args:
         checkpoint: folder of the checkpoint.

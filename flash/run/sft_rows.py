@@ -86,8 +86,8 @@ class TokenRow(NamedTuple):
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
         """Yield a trajectory for each sequence, as samples of the step that trains `version`.
 
-        `_batch` calls this. The trainer takes only trajectories. In a run with rewards, engines sample them; here they
-        hold the row's tokens. `place` is the number of the row in the course or among the held-out rows.
+        The trainer takes only trajectories. In a run with rewards, engines sample them; here they hold the row's
+        tokens. `place` is the number of the row in the course or among the held-out rows.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
@@ -339,7 +339,7 @@ def _examples(rows: Iterable[Row], faults: list[str], shapes: Counter[str]) -> I
 def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_TokenizedChunk]:
     """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
 
-    `read_tokens` calls this. Yields the chunks in the order of the rows.
+    Yields the chunks in the order of the rows.
     """
     first = list(islice(examples, PARALLEL_FROM))
     if len(first) < PARALLEL_FROM:

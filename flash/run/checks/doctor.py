@@ -327,7 +327,7 @@ def slurm(config: Config | None) -> Finding:
 def file_system(folder: Path, mounts: str) -> str:
     """Return the kind of file system that a folder is on, such as `nfs4`; `an unknown file system` if no mount fits.
 
-    `mounts` is the text of /proc/self/mountinfo. The check `shared` calls this.
+    `mounts` is the text of /proc/self/mountinfo.
     """
     path = folder.resolve()
     kinds: dict[Path, str] = {}

@@ -146,8 +146,8 @@ class Launch:
     async def keep_running(self, ending: anyio.Event) -> End:
         """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended.
 
-        `_run` calls this. If the part with the hub is over, the trainer ranks are ended. `ending` is set when a part
-        must end, and not restart.
+        If the part with the hub is over, the trainer ranks are ended. `ending` is set when a part must end, and not
+        restart.
         """
         end, ranks_over = End.OVER, anyio.Event()
         async with anyio.create_task_group() as tasks:

@@ -187,7 +187,7 @@ class Ranks(SupervisedPart):
         return connected
 
     async def end_incarnation(self, news: p.RanksReply) -> None:
-        """End the processes of an incarnation that is over, as `news` from the hub names them. `watch_hub` calls this.
+        """End the processes of an incarnation that is over, as `news` from the hub names them.
 
         Processes that caused the end get EXIT_S seconds to exit by themselves, and are then killed as hanging. Their
         restart counts, because their own failure ended them. All other processes are killed at once.

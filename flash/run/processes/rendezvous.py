@@ -122,7 +122,7 @@ def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
 def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
     """Return this machine's address on the route to `endpoint`, HOST:PORT or [ADDRESS]:PORT of the first node.
 
-    `advertised_host` calls this. `resolve` finds the addresses of a name; tests replace it.
+    `resolve` finds the addresses of a name; tests replace it.
 
     Raises:
         ConfigError: the host cannot be resolved, or only loopback addresses of this machine are found.

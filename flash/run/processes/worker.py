@@ -78,7 +78,7 @@ def main(role: str, file: Path, order: ProcessOrder) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and the processes that it starts, open as many files as the system grants. `main` calls this.
+    """Let this process, and the processes that it starts, open as many files as the system grants.
 
     The usual soft limit of 1,024 is less than the connections of a large run.
     """
