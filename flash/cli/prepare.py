@@ -26,7 +26,7 @@ import msgspec
 from flash.cli.arguments import CommandParsers, check_folder_writable
 from flash.config.decode import ConfigProblem, suggest
 from flash.config.load import load, split_arguments
-from flash.config.models import PACKAGED, is_hub_id, other_models
+from flash.config.models import PACKAGED, hub_models
 from flash.config.schema import schema
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import ConfigError
@@ -309,9 +309,8 @@ def _missing_models(config: Config) -> Iterator[ConfigProblem]:
     if fetched is not None and not (Path(path) / "config.json").is_file():
         command = shlex.join(["flash", "fetch", fetched, "--to", path])
         yield ConfigProblem("model.path", f"the model is not there yet: make it first with `{command}`")
-    made = {folder for _, folder, _ in tiny_models(config)}  # the name of such a folder may have the form of a hub id
-    for key, named in {"model.path": path, **other_models(config)}.items():
-        if is_hub_id(named) and Path(named) not in made and (fault := hugging_face_fault(named)):
+    for key, hub_id in hub_models(config).items():
+        if fault := hugging_face_fault(hub_id):
             yield ConfigProblem(key, fault)
 
 

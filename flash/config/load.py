@@ -36,7 +36,7 @@ from flash.config.decode import (
     tag_field,
 )
 from flash.config.machine import computes_bfloat16, count_gpus
-from flash.config.models import is_hub_id, with_folder
+from flash.config.models import hub_models, with_folder
 from flash.config.objects import import_from, own_folders
 from flash.config.section import ABSENT, REMOVED, Section
 from flash.config.simulate import FORMER_DISTRIBUTION, Distribution
@@ -572,16 +572,25 @@ def recorded(config: Config) -> Config:
     Options of an environment are not changed, because only the environment knows which of them are paths.
     """
     algorithm, kl, teacher = config.algorithm, config.algorithm.kl, config.algorithm.teacher
+    hub_ids = hub_models(config).values()
+
+    def placed(section: AnySection, key: str = "path") -> AnySection:
+        """Return the section with the path in `key` made absolute. None and hub ids stay unchanged."""
+        path: str | None = getattr(section, key)
+        if path is None or path in hub_ids:
+            return section
+        return msgspec.structs.replace(section, **{key: str(Path(path).absolute())})
+
     folders = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
     return msgspec.structs.replace(
         config,
         run=msgspec.structs.replace(config.run, output_dir=str(Path(config.run.output_dir).absolute())),
-        model=_placed(config.model),
+        model=placed(config.model),
         env=msgspec.structs.replace(config.env, folders=folders),
-        critic=config.critic and _placed(config.critic),
-        sft=config.sft and _placed(_placed(config.sft, "data"), "held_out"),
+        critic=config.critic and placed(config.critic),
+        sft=config.sft and placed(placed(config.sft, "data"), "held_out"),
         algorithm=msgspec.structs.replace(
-            algorithm, kl=kl and _placed(kl, "reference"), teacher=teacher and _placed(teacher)
+            algorithm, kl=kl and placed(kl, "reference"), teacher=teacher and placed(teacher)
         ),
     )
 
@@ -612,12 +621,3 @@ def read_recorded(file: Path) -> dict[str, Any]:
                 table = table[outer]
             table[name] = one.value
     return settings
-
-
-def _placed(section: AnySection, key: str = "path") -> AnySection:
-    """Return the section with the path in `key` made absolute. None, and the id of a model on Hugging Face, stay
-    unchanged."""
-    path: str | None = getattr(section, key)
-    if path is None or is_hub_id(path):
-        return section
-    return msgspec.structs.replace(section, **{key: str(Path(path).absolute())})

@@ -212,6 +212,16 @@ def other_models(config: Config) -> dict[str, str]:
     return {key: path for key, path in named.items() if path is not None}
 
 
+def hub_models(config: Config) -> dict[str, str]:
+    """Return the models that are named by hub ids, by the key that names each of them. A model that the run makes is
+    left out, although the name of its folder may have the form of a hub id."""
+    critic, named = config.critic, {"model.path": config.model.path, **other_models(config)}
+    made = {config.model.path} if config.tiny_model is not None else set[str]()
+    if critic is not None and critic.path is not None and critic.tiny_layers is not None:
+        made.add(critic.path)
+    return {key: path for key, path in named.items() if path not in made and is_hub_id(path)}
+
+
 def check_other_models(config: Config) -> Iterator[ConfigProblem]:
     """Check that local folders of the reference, the teacher and the critics hold models.
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from flash.config.load import dump, load, recorded
+from flash.config.models import hub_models
 from flash.config.tree import Config
 
 CONFIG = """
@@ -50,6 +51,26 @@ def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkey
     sys.path[:] = imported
     monkeypatch.chdir(elsewhere)
     assert load("config.toml") == config
+
+
+def test_a_model_that_the_run_makes_is_no_hub_id_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = {
+        "run": {"name": "a-run"},
+        "model": {"path": "tiny"},
+        "tiny_model": {},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "critic": {"path": "small", "tiny_layers": 1},
+        "algorithm": {"kl": {"coefficient": 0.1, "reference": "tiny"}, "teacher": {"path": "owner/name"}},
+    }
+    config = msgspec.convert(tables, Config)
+    assert hub_models(config) == {"algorithm.teacher.path": "owner/name"}
+    found = recorded(config)
+    assert (found.model.path, found.algorithm.teacher) == (str(tmp_path / "tiny"), config.algorithm.teacher)
+    assert found.critic is not None
+    assert found.critic.path == str(tmp_path / "small")
 
 
 def test_a_recorded_configuration_is_read_as_utf_8_in_every_locale(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from flash.config.check_learning import why_not_streamed
 from flash.config.machine import count_gpus
-from flash.config.models import is_hub_id, other_models
+from flash.config.models import hub_models, other_models
 from flash.config.tree import Config
 from flash.environment.calls import call_method
 from flash.environment.interface import Informed
@@ -91,7 +91,8 @@ def _engine(config: Config) -> str:
         ConfigError: vLLM refuses the arguments.
     """
     names, model = ", ".join(config.engine.vllm), Path(config.model.path)
-    if count_gpus() < config.gpus_per_node or not (is_hub_id(str(model)) or (model / "config.json").is_file()):
+    is_there = (model / "config.json").is_file() or "model.path" in hub_models(config)
+    if count_gpus() < config.gpus_per_node or not is_there:
         return f"vLLM has {names}, and makes more of them where an engine starts"
     with engine_environment(config):
         configure(config, 0, config.engine_gpus(0, 0), lambda stats: None)
@@ -214,8 +215,9 @@ def model_described(config: Config) -> str:
 
     made = empty_policy(config)
     check_divisible(made.config, config.parallel)
+    on_hub = hub_models(config)
     for key, path in other_models(config).items():
-        if Path(path).is_dir() or is_hub_id(path):  # otherwise the run makes the model first
+        if Path(path).is_dir() or key in on_hub:  # otherwise the run makes the model first
             check_tokenizer(config, key, path)
     size = sum(weight.numel() for weight in made.parameters())
     own = sum(weight.numel() for _, weight in published_parameters(made))

@@ -77,7 +77,7 @@ def start_ticks(pid: int) -> str:
     """Return the start of a process in clock ticks since boot, which distinguishes it from a later one with its id.
 
     Raises:
-        FileNotFoundError: there is no such process.
+        FileNotFoundError, ProcessLookupError: there is no such process, or it has ended just now.
     """
     stat = Path(f"/proc/{pid}/stat").read_text()
     # The second field is the name of the program, in parentheses; the name may contain anything.
