@@ -302,8 +302,8 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
 def _missing_models(config: Config) -> Iterator[ConfigProblem]:
     """Yield a problem for each model that has no config.json to compute the memory from.
 
-    The model must be fetched first, or its hub id names a model that is neither in Hugging Face's cache nor on the
-    Hugging Face hub, or the hub cannot be asked. A cached model needs no network.
+    The model must be fetched first, its hub id names no model in Hugging Face's cache or on the Hugging Face hub, or
+    the hub cannot be asked. A cached model needs no network.
     """
     fetched, path = config.model.fetch, config.model.path
     if fetched is not None and not (Path(path) / "config.json").is_file():

@@ -123,7 +123,7 @@ def check_env(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield the error of the environment's own classmethod `check` about its options, if it has one."""
+    """Yield the error of the environment's own classmethod `check` about its options (`kwargs`), if it has one."""
     own_check: Callable[..., object] | None = getattr(env, "check", None)
     if own_check is None:
         return
@@ -137,7 +137,8 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
     """Yield a problem for each option of a domain that conflicts with the rest of the configuration.
 
     A domain is a kind of problems with settings of its own, in place of those of the run. Most domains are the
-    environments of a mixture (`envs.mixture`). An environment without domains has no problems here.
+    environments of a mixture (`envs.mixture`). An environment without domains has no problems here. `kwargs` are the
+    options of `env` as keyword arguments.
     """
     try:
         # Only the class that names the kinds of problems can have their domains, as in `LoadedEnvironment.domains`.

@@ -439,8 +439,8 @@ def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]
 
 @cache
 def _tagged_tables() -> dict[str, str]:
-    """Return the tag field (the name of the option that names the kind) of every key that holds a table of one of
-    several kinds, by the dotted path of the key."""
+    """Return the tag field of every key that holds a table of one of several kinds, by the dotted path of the key. The
+    tag field is the option that names the kind."""
     found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
     return {path: tag for path, tag in found if tag is not None}
 

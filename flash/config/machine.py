@@ -39,7 +39,7 @@ def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
     """Return the number of NVIDIA GPUs of this machine, without using CUDA.
 
     If CUDA_VISIBLE_DEVICES is set, its entries are counted, and the GPUs are not looked at. Called when a configuration
-    with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine.
+    with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine. Tests replace `driver`.
 
     Raises:
         ConfigError: `nvidia-smi` did not answer in time.
@@ -135,7 +135,7 @@ def why_eager(config: Config) -> str | None:
 
 def missing_compiler(headers: Path = HEADERS) -> str | None:
     """Return a phrase for the thing that is missing on this machine to compile graphs for the CPU; None if nothing is
-    missing."""
+    missing. Tests replace `headers`."""
     name = compiler()
     if not _prints_version(name, os.environ.get("PATH", os.defpath)):
         named = f"{name!r}, which CXX names, does not run" if "CXX" in os.environ else f"{name} is not on PATH"
@@ -180,7 +180,7 @@ BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def computes_bfloat16(info: Path = CPU_INFO) -> bool:
-    """Return True if this CPU has instructions for bfloat16, or if its features are unknown."""
+    """Return True if this CPU has instructions for bfloat16, or if its features are unknown. Tests replace `info`."""
     try:
         lines = info.read_text().splitlines()
     except OSError:
@@ -191,7 +191,7 @@ def computes_bfloat16(info: Path = CPU_INFO) -> bool:
 
 def advise_dtype(config: Config, info: Path = CPU_INFO) -> Iterator[ConfigProblem]:
     """Warn of bfloat16 on a CPU that must emulate it. The warning depends on the machine and not on the settings alone,
-    so it is not part of `flash.config.check.unwise`."""
+    so it is not part of `flash.config.check.unwise`. Tests replace `info`."""
     if config.gpus_per_node == 0 and config.model.dtype == "bfloat16" and not computes_bfloat16(info):
         message = (
             "this CPU has no instructions for bfloat16 and computes it several times slower than float32: set "

@@ -329,7 +329,8 @@ def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Param
 
 
 def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """Return the type that an annotation names, also one that is written as text; Any if it cannot be evaluated."""
+    """Return the type that an annotation names, also one that is written as text, with the names of `namespace`; Any if
+    it cannot be evaluated."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):

@@ -28,8 +28,8 @@ BEAT_S = 3.0
 collective fails after `deadlines.collective`, missing heartbeats show the hub which rank hangs."""
 
 SILENT_S = 3 * BEAT_S
-"""Seconds without a heartbeat after which a trainer rank counts as silent, and seconds without a request after which
-the connection of a peer may be replaced by a new one of the same name."""
+"""Seconds without a heartbeat after which a trainer rank counts as silent. Also the seconds without a request after
+which a new connection may replace the connection of a peer with the same name."""
 
 SECOND_LOOK_S = 1.0
 """Seconds between the moment at which a node or a rank seems silent to the hub and the second look, which decides. If
@@ -77,8 +77,8 @@ def emptying_s(config: Config) -> float:
 
 
 def new_version_s(config: Config) -> float:
-    """Return the seconds that an engine that already samples has from the moment at which the hub announces a version
-    to the report of its node that the engine has loaded it."""
+    """Return the seconds from the hub's announcement of a version until a node must have reported that an engine has
+    loaded it. The engine samples already, so its start is not included."""
     # The last summand is the time for the report.
     return emptying_s(config) + config.deadlines.swap + config.deadlines.request
 

@@ -404,7 +404,7 @@ def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bun
 
 
 def _check_architecture(described: Path, model: Path) -> None:
-    """Compare the description of a model in a bundle with that of the folder that the user has named.
+    """Compare the description of the model in the bundle's folder `described` with that of the user's folder `model`.
 
     The weights are compared later, when they are loaded. Equal weights with another description, such as another base
     of the rotary embedding, would give other results.

@@ -378,7 +378,8 @@ def _forget_paths(folder: Path) -> None:
 
 
 def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
-    """Write the members in a folder as a tar archive, and rename it to `output`. Return the parts with their sizes."""
+    """Write the members in `folder` as a tar archive to `aside`, and rename it to `output`. Return the parts with their
+    sizes."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     # The head comes first, so that `tar` shows it at once.
     names = sorted((str(file.relative_to(folder)) for file in files), key=lambda name: (name != HEAD, name))

@@ -96,7 +96,8 @@ class HubConnection:
 
 
 async def _roll_out(config: Config, order: ProcessOrder, token: str | None) -> End:
-    """Run a `JoinedNode` and its signal handler on the event loop of this process. Returns how the node ended."""
+    """Run a `JoinedNode` and its signal handler on the event loop of this process. Returns how the node ended. The
+    arguments are those of `JoinedNode`."""
     end = End.OVER  # also if a signal arrives while there is no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
@@ -249,7 +250,7 @@ class JoinedNode:
                 await self._node.drain()
 
     async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> End | None:
-        """Look for a hub for `wait_s` seconds, and serve it. `_serve_all` calls this for each hub of the run.
+        """Look for a hub for `wait_s` seconds, and serve it. `tasks` runs the tasks that outlive the hub.
 
         Returns the result of `run`, or None if the hub is gone (or was never found) and the next one is to be served.
 

@@ -182,8 +182,8 @@ def plan_step(run_dir: Path, step: int) -> ReplayPlan:
 
 
 def _recorded(run_dir: Path) -> tuple[set[int], dict[int, Path], list[int], str]:
-    """Return the steps whose batches a run has recorded, its checkpoints by version, the versions at which a replay can
-    begin, and the faults of damaged checkpoints as the end of an error message.
+    """Return the steps with recorded batches, the checkpoints by version, the versions at which a replay can begin, and
+    the faults of damaged checkpoints. The faults are the end of an error message.
 
     Raises:
         ConfigError: there are no batches, or a replay can begin nowhere.
@@ -400,7 +400,7 @@ def _check_vocabulary(batch: Batch, trainer: Trainer) -> None:
 
 
 def _compare(trainer: Trainer, path: Path, first_weights: dict[str, Any]) -> Comparison:
-    """Compare the trainer's weights with the checkpoint `path`, and with the weights at the beginning of the replay."""
+    """Compare the trainer's weights with the checkpoint `path`, and with those at the beginning of the replay."""
     import torch
 
     from flash.trainer import checkpoint
@@ -419,7 +419,8 @@ def _compare(trainer: Trainer, path: Path, first_weights: dict[str, Any]) -> Com
 
 
 def _compare_records(ours: list[TensorRecord], result: RecordedWeights, moved: float) -> Comparison:
-    """Compare replayed weights with weights of which only fingerprints are known. `moved`: as in `Comparison`."""
+    """Compare replayed weights (`ours`) with a result of which only fingerprints are known. `moved`: as in
+    `Comparison`."""
     theirs = {record.name: record for record in result.tensors}
     different: list[str] = []
     apart = 0.0

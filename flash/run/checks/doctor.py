@@ -296,6 +296,7 @@ def clock(config: Config | None, most_s: float = CLOCK_S) -> Finding:
     """Check that this machine's clock agrees with the clock of the server that holds the run directory.
 
     The modification time of a new file shows that clock. All nodes write there, so all of them are compared with it.
+    `most_s` replaces CLOCK_S in tests.
     """
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
