@@ -69,7 +69,7 @@ def _files(text: str) -> list[Path]:
     """
     module, separator, name = text.partition(":")
     if separator and name.isidentifier() and all(map(str.isidentifier, module.split("."))):
-        with suppress(ImportError, ValueError):
+        with suppress(Exception):  # this imports the parent package, which is a user's and may raise anything
             spec = find_spec(module)
             return [] if spec is None or not spec.has_location or spec.origin is None else [Path(spec.origin)]
     with suppress(OSError, ValueError):

@@ -23,6 +23,13 @@ def test_options_and_classes_tell_environments_apart() -> None:
     assert len({of(digits=1), of(digits=2), of(), of("envs.arithmetic:Arithmetic"), of("nowhere.at_all:Env")}) == 5
 
 
+def test_a_package_that_fails_to_import_names_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_package").mkdir()
+    (tmp_path / "failing_package" / "__init__.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert of(verifier="failing_package.rewards:score") != of(verifier="no_package.rewards:score")
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_file_that_an_option_names_counts_by_its_content(tmp_path: Path, nested: bool) -> None:
     file = tmp_path / "data.jsonl"
