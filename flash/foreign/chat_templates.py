@@ -107,7 +107,8 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
     if unmarked == text:
         return found
     # `at`: position at which the next part is searched. `between`: length of the separator after each part.
-    between, at = len(args[0]) if args and args[0] and method in ("split", "rsplit") else 0, 0
+    separator = args[0] if args else more.get("sep")
+    between, at = len(separator) if separator and method in ("split", "rsplit") else 0, 0
     if method in ("strip", "lstrip"):
         at = len(unmarked) - len(unmarked.lstrip(*args))
     elif method == "removeprefix":
