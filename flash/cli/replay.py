@@ -1,7 +1,7 @@
 """Commands that train recorded steps again: replay, and bundle, which writes such steps into one file.
 
 Each command has a function `add_COMMAND`, which adds its parser, and a function `run_COMMAND`, which carries it out and
-returns the exit code. `flash.cli.main.COMMANDS` lists the former.
+returns the exit code. `flash.cli.main.COMMANDS` lists the functions `add_COMMAND`.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def _write_json(file: Path | None, output: _Output, differences: Mapping[str, _D
 
 
 def _check_model(config: Config, cure: str) -> None:
-    """Raise ConfigError, with the advice `cure`, if the model of a run is neither a folder nor on the hub."""
+    """Raise ConfigError, with the advice `cure`, if the model of a run is neither here nor on the Hugging Face hub."""
     model = config.model.path
     if Path(model).is_dir():
         return

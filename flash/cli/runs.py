@@ -1,8 +1,8 @@
 """Commands that read the run directory of a run, finished or in progress.
 
-They are view, watch, plot, compare, trace, track, export and rhythm. Each command has a function `add_COMMAND`,
-which adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code.
-`flash.cli.main.COMMANDS` lists the former. Packages that take long to import are imported when a command needs them.
+They are view, watch, plot, compare, trace, track, export and rhythm. Each command has a function `add_COMMAND`, which
+adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code. `flash.cli.main.COMMANDS`
+lists the functions `add_COMMAND`. Packages that take long to import are imported when a command needs them.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def check_rollout(config: Config) -> Iterator[ConfigProblem]:
     """Check that the settings of `[rollout]` are consistent and possible with this model and on these devices, and that
     a sequence of full length fits into an episode."""
     yield from check_sampling(config)
-    # The trainer must know which tokens `top_k` keeps. It does not with logits in bfloat16, nor with drafted tokens.
+    # The trainer must know which tokens `top_k` keeps. It cannot with logits in bfloat16 or with drafted tokens.
     if (why_unknown := config.why_kept_tokens_unknown(config.sampling)) is not None:
         yield ConfigProblem("rollout.top_k", why_unknown)
     if config.rollout.routing_replay and config.gpus_per_node == 0:

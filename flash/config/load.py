@@ -93,8 +93,8 @@ def load(
 def load_recorded(files: Sequence[Path], overrides: Sequence[str] = (), *, checked: bool = True) -> Config:
     """Read the configuration of an earlier run in order to train its batches again, without the run's surroundings.
 
-    Only the tables that train are checked. Neither the environment nor a folder that the file names is imported from,
-    because the file may come from somebody else.
+    Only the tables that train are checked. Nothing is imported from the environment or from a folder that the file
+    names, because the file may come from somebody else.
 
     Args:
         files: configuration that `dump` has written; later files take precedence.

@@ -57,7 +57,7 @@ NEEDING_TOP_K = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penal
 distribution only over the tokens that `top_k` keeps."""
 MOST_ENTRIES = {"logit_bias": 1024, "stop_token_ids": 100}
 """Largest number of tokens that a sampling setting may name, by setting. vLLM's GPU workers have room for 1024 biases,
-and for 128 tokens that end a response; the model's own end tokens need a part of the latter."""
+and for 128 tokens that end a response, among them the model's own end tokens."""
 ABSENT: dict[str, str] = dict.fromkeys(
     ("rollout.presence_penalty", "rollout.frequency_penalty"),
     "an engine counts only the tokens that it has sampled itself, so after a response has moved to another engine the "

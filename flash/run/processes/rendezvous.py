@@ -174,8 +174,8 @@ def _is_loopback(host: str) -> bool:
 async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = ASK_S) -> ReplyT:
     """Connect to a hub as a guest, send one request, and return the reply. A guest is a peer without a part in the run.
 
-    Searches for a hub call this, and so do commands such as `flash drain`. The hub has `seconds` for each of connection
-    and reply.
+    Searches for a hub call this, and so do commands such as `flash drain`. The hub has `seconds` for the connection,
+    and as many for the reply.
 
     Raises:
         FlashError: see `connect` and `Client.call`. If no hub lets this process in at a loopback address, the message
