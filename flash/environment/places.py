@@ -20,8 +20,8 @@ Line = tuple[str, int]
 _PATHS = sysconfig.get_paths()
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
 """Folders of installed packages."""
-_FLASH = str(Path(__file__).parents[1])
-"""Folder of Flash's own code."""
+_FLASH = f"{Path(__file__).parents[1]}/"
+"""Folder of Flash's own code. The slash distinguishes it from a user's folder beside it with a longer name."""
 # "<string>" is code that Python or Flash has generated. It is at the bottom of the stack of each forked process.
 _PYTHON_AND_FLASH = (_PATHS["stdlib"], _PATHS["platstdlib"], _FLASH, "<frozen ", "<string>")
 """Beginnings of the names of files that belong to Python's library or to Flash."""

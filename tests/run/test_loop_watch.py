@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import time
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+from flash.environment import places
 from flash.environment.calls import UserTask
 from flash.environment.places import is_users, place_in
 from flash.run.loop_watch import BLOCKED_S, REPEAT_S, TICK_S, Blocks, WatchedLoop, run_watched
@@ -47,6 +49,13 @@ def test_generated_code_at_the_bottom_of_the_stack_of_a_forked_process_is_not_na
     place = place_in([("<string>", 1), (asyncio.__file__, 7)])
     assert place == f"{asyncio.__file__}:7"
     assert not is_users(place)
+
+
+def test_a_folder_beside_flash_whose_name_begins_like_its_own_is_the_users() -> None:
+    flash = Path(places.__file__).parents[1]
+    place = place_in([(f"{flash}_tasks/env.py", 5), (str(flash / "environment" / "calls.py"), 7)])
+    assert place == f"{flash}_tasks/env.py:5"
+    assert is_users(place)
 
 
 def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> None:
