@@ -1,7 +1,7 @@
 """Hosts on this machine: network namespaces that are connected by a wire, for benchmarks and tests of several machines.
 
 A process on a host sees the host's name, its address and its folder for temporary files. The wire
-(`benchmarks.rig.wire`) can be slow, lossy or cut. Hosts need root and iproute2. The namespaces, and everything that
+(`benchmarks.rig.wire`) can be cut. Hosts need root and iproute2. The namespaces, and everything that
 runs in them, end with the `with` block of `Hosts` (`benchmarks.rig.kept`).
 """
 
@@ -19,24 +19,20 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from benchmarks.rig.kept import Kept, processes_in
-from benchmarks.rig.wire import Way, Ways, Wire, mac, open_port
+from benchmarks.rig.wire import Wire, mac, open_port
 
 _T = TypeVar("_T")
 
 NEEDED = ("ip", "ss", "nsenter", "unshare")
 """Commands that making hosts needs."""
-# Flags of Linux for namespaces and mounts, which Python's library does not name before version 3.12.
 CLONE_NEWNET = 0x40000000
-CLONE_NEWNS = 0x00020000
-CLONE_NEWUTS = 0x04000000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+"""Flag of Linux for network namespaces, which Python's library does not name before version 3.12."""
 
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 """Shell command that each process runs first, in mount and host name namespaces of its own. Its arguments are the file
@@ -66,13 +62,11 @@ class Hosts(Kept):
         self.names = names
         self._switch = f"{self.folder.name}-wire"
         """Name of the network namespace of the wire, which holds one end of each link."""
-        self._spaces = [f"{self.folder.name}-{host}" for host in range(len(names))]
+        self.spaces = [f"{self.folder.name}-{host}" for host in range(len(names))]
         """Names of the hosts' network namespaces."""
-        self._ways = Ways()
-        """Properties of the ways between the hosts, which the wire reads for each frame."""
         self._started: list[subprocess.Popen[bytes]] = []
         """Processes that `start` has started."""
-        self._wire = ExitStack()
+        self._carrying = ExitStack()
         """Closes the wire's ports and ends its thread."""
 
     def begin(self) -> None:
@@ -85,7 +79,7 @@ class Hosts(Kept):
         lines = [f"{self.address(host)} {name}\n" for host, name in enumerate(self.names)]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         _ip("netns", "add", self._switch)
-        for host, space in enumerate(self._spaces):
+        for host, space in enumerate(self.spaces):
             self.scratch(host).mkdir()
             _ip("netns", "add", space)
             _ip(
@@ -100,13 +94,18 @@ class Hosts(Kept):
     def _begin_carrying(self) -> None:
         """Start the wire in a thread of its own, so that it and the caller do not wait for each other."""
         ports = [
-            self._wire.enter_context(_in_space(self._switch, lambda host=host: open_port(f"port{host}")))
+            self._carrying.enter_context(in_space(self._switch, lambda host=host: open_port(f"port{host}")))
             for host in range(len(self.names))
         ]
-        portal = self._wire.enter_context(start_blocking_portal())
-        carrying = portal.start_task_soon(Wire(ports, self._ways).run)
+        portal = self._carrying.enter_context(start_blocking_portal())
+        self._wire = self.make_wire(ports)
+        carrying = portal.start_task_soon(self._wire.run)
         # At the end: a wire that has ended before had an error, which `result` raises.
-        self._wire.callback(lambda: carrying.result() if carrying.done() else carrying.cancel())
+        self._carrying.callback(lambda: carrying.result() if carrying.done() else carrying.cancel())
+
+    def make_wire(self, ports: Sequence[socket.socket]) -> Wire:
+        """Make the wire between the ports of the hosts. Subclasses may make another one."""
+        return Wire(ports)
 
     def close(self) -> None:
         """End the processes on the hosts, and remove the hosts."""
@@ -116,7 +115,7 @@ class Hosts(Kept):
             process.kill()
             process.wait()
         try:
-            self._wire.close()
+            self._carrying.close()
         finally:
             super().close()
 
@@ -138,7 +137,7 @@ class Hosts(Kept):
         `variables` are added to the environment variables of this process and of the host. The process ends with the
         `with` block at the latest.
         """
-        space = f"--net=/run/netns/{self._spaces[host]}"
+        space = f"--net=/run/netns/{self.spaces[host]}"
         inside = ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", INSIDE]
         with output.open("ab") as file:
             process = subprocess.Popen(
@@ -159,23 +158,11 @@ class Hosts(Kept):
         kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         return {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
 
-    def entrance(self, host: int) -> Callable[[], None]:
-        """Return a function that moves the process that calls it to a host. It can be pickled for a new process."""
-        return partial(_enter, self._spaces[host], str(self.folder / "hosts"), self.names[host])
-
     def processes(self, host: int) -> list[int]:
         """Return the ids of all processes on a host."""
-        return processes_in(self._spaces[host])
-
-    def socket(self, host: int) -> socket.socket:
-        """Make a TCP socket of this process that belongs to a host."""
-        return _in_space(self._spaces[host], socket.socket)
+        return processes_in(self.spaces[host])
 
     # -- faults -------------------------------------------------------------------------------------------------------
-
-    def set_way(self, source: int, target: int, way: Way) -> None:
-        """Set the delay, loss and rate of the frames that one host sends to another from now on."""
-        self._ways.set(source, target, way)
 
     def cut(self, host: int, *, hears: bool = False, sends: bool = False) -> None:
         """Stop all frames between a host and the others until `heal`.
@@ -183,23 +170,13 @@ class Hosts(Kept):
         With `hears` it still receives frames, and with `sends` its own frames still arrive.
         """
         for other in range(len(self.names)):
-            self._ways.set(other, host, Way(cut=not hears))
-            self._ways.set(host, other, Way(cut=not sends))
+            for way, passes in (((other, host), hears), ((host, other), sends)):
+                change = self._wire.cuts.discard if passes else self._wire.cuts.add
+                change(way)
 
     def heal(self, host: int) -> None:
-        """Let all frames pass again, without a delay."""
+        """Let all frames of a host pass again."""
         self.cut(host, hears=True, sends=True)
-
-    def reset(self, host: int) -> None:
-        """Reset all TCP connections of a host to others. New ones can be made."""
-        # `ss --kill` ends the connections here, and the kernel sends a reset to the other ends.
-        command = ("ss", "--kill", "--tcp", f"dst 10.77.0.0/24 and not dst {self.address(host)}")
-        subprocess.run(["ip", "netns", "exec", self._spaces[host], *command], check=True, capture_output=True)
-
-    def lose_power(self, host: int) -> None:
-        """Cut the link of a host and kill its processes, which no other host notices; `heal` restores the link."""
-        self.cut(host)
-        self.kill_all(host)
 
     def kill_all(self, host: int) -> None:
         """Kill all processes on a host; the other hosts see that its connections end."""
@@ -213,34 +190,19 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def _enter(space: str, hosts_file: str, name: str) -> None:
-    """Move this process to the host `name`: into its network, with its host name and its list of hosts."""
-    _enter_network(space)
-    libc = ctypes.CDLL(None, use_errno=True)
-    results = (
-        libc.unshare(CLONE_NEWNS | CLONE_NEWUTS),
-        # Otherwise the next mount would also appear outside of the new namespace.
-        libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
-        libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, MS_BIND, None),
-    )
-    if any(results):  # each is 0 if it has succeeded
-        raise OSError(ctypes.get_errno(), f"cannot move to the host {name}")
-    socket.sethostname(name)
-
-
-def _enter_network(space: str) -> None:
+def enter_network(space: str) -> None:
     """Move this thread into the network namespace `space`. Other threads of the process stay where they are."""
     with Path("/run/netns", space).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")
 
 
-def _in_space(space: str, make: Callable[[], _T]) -> _T:
+def in_space(space: str, make: Callable[[], _T]) -> _T:
     """Call a function in a network namespace and return its result. A socket that it makes belongs to the namespace."""
 
     def enter() -> _T:
         """Move this thread into the namespace, and call the function."""
-        _enter_network(space)
+        enter_network(space)
         return make()
 
     # In a thread that ends: the rest of this process stays where it is.

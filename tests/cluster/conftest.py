@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.hosts import Hosts, why_no_hosts
+from benchmarks.rig.hosts import why_no_hosts
+from tests.cluster.hosts import FaultyHosts
 
 NAMES = ("node9", "node10")
 """Names of the hosts. As text they sort the other way round, as names of a real cluster may."""
@@ -21,10 +22,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+def hosts(request: pytest.FixtureRequest) -> Iterator[FaultyHosts]:
     """Return two hosts, or the hosts whose names are the parameter of the test."""
     why = why_no_hosts()
     if why and not os.environ.get("FLASH_REQUIRE_HOSTS"):
         pytest.skip(f"no hosts: {why}")
-    with Hosts(*getattr(request, "param", NAMES)) as started:
+    with FaultyHosts(*getattr(request, "param", NAMES)) as started:
         yield started

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig.hosts import Hosts
+from tests.cluster.hosts import FaultyHosts
 from tests.forked_command import ForkedCommand
 from tests.integration.whole_run import CONFIG, REPOSITORY, balanced
 from tests.rows import written_rows
@@ -21,7 +21,7 @@ HUB_PORT = 29500
 class Job:
     """Job that begins on two hosts, with the output of each host and the files of the run."""
 
-    def __init__(self, hosts: Hosts, folder: Path, model: Path, *overrides: str, text: str = CONFIG) -> None:
+    def __init__(self, hosts: FaultyHosts, folder: Path, model: Path, *overrides: str, text: str = CONFIG) -> None:
         self.hosts = hosts
         self.run = folder / "run"
         self._outputs = [folder / f"{name}.txt" for name in hosts.names]

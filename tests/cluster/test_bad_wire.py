@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.hosts import Hosts
-from benchmarks.rig.wire import Way
+from tests.cluster.hosts import FaultyHosts, Way
 from tests.cluster.job import HUB_PORT, Job
 from tests.integration.held_env import held
 from tests.integration.whole_run import CONFIG, given_up
@@ -27,7 +26,7 @@ WAIT = r"(?im)^(?!\[W).*(?:waited [\d.]+ s for|timed out|silent for|the trainer 
 PEER = r"\bhub\b|node \d|rank \d|10\.77\.0\.\d"
 
 
-def set_ways(hosts: Hosts, way: Way) -> None:
+def set_ways(hosts: FaultyHosts, way: Way) -> None:
     """Between all hosts; what was cut is whole again."""
     for source, target in permutations(range(len(hosts.names)), 2):
         hosts.set_way(source, target, way)
@@ -35,7 +34,7 @@ def set_ways(hosts: Hosts, way: Way) -> None:
 
 @pytest.mark.parametrize("hosts", [("node9", "node10", "node11")], indirect=True)
 def test_trainers_on_two_hosts_go_on_over_a_bad_wire_and_come_back_alone_after_each_cut(
-    hosts: Hosts, tmp_path: Path, model: Path
+    hosts: FaultyHosts, tmp_path: Path, model: Path
 ) -> None:
     """Gloo does not connect again: what a cut has kept from one rank for too long ends the incarnation of all ranks."""
     gate, bad = tmp_path / "gate", Way(delay_s=0.01, loss=0.005)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.hosts import Hosts
+from tests.cluster.hosts import FaultyHosts
 from tests.cluster.job import HUB_PORT, Job
 from tests.forked_command import ForkedCommand
 from tests.integration.whole_run import REPOSITORY
@@ -27,7 +27,9 @@ print(advertised_host(make_config()))
 """
 
 
-def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(
+    hosts: FaultyHosts, tmp_path: Path
+) -> None:
     def address(**variables: str) -> str:
         output = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
         variables |= os.environ | {"FLASH_NODE_RANK": "0"}
@@ -48,7 +50,7 @@ def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(hos
 
 
 def test_a_host_of_engines_is_cut_off_drained_and_lost_and_joins_again_while_the_trainers_go_on(
-    hosts: Hosts, tmp_path: Path, model: Path
+    hosts: FaultyHosts, tmp_path: Path, model: Path
 ) -> None:
     """The first node has the hub whatever its name."""
     job = Job(

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import anyio
 import pytest
 
-from benchmarks.rig.hosts import Hosts
-from benchmarks.rig.wire import HEADER_BYTES, LONGEST_QUEUE_S, Way, Ways, mac, targets
+from benchmarks.rig.wire import HEADER_BYTES, Wire, mac, targets
+from tests.cluster.hosts import LONGEST_QUEUE_S, FaultyHosts, SlowWire, Way, Ways
 
 
-def test_a_frame_arrives_at_once_and_after_a_cut_never_in_this_direction_alone() -> None:
-    ways = Ways()
-    assert ways.arrival(0, 1, 1500, 7.0) == 7.0
-    ways.set(0, 1, Way(cut=True))
-    assert ways.arrival(0, 1, 1500, 8.0) is None
-    assert ways.arrival(1, 0, 1500, 8.0) == 8.0
-    ways.set(0, 1, Way())
-    assert ways.arrival(0, 1, 1500, 9.0) == 9.0
+@pytest.mark.anyio
+@pytest.mark.virtual
+@pytest.mark.parametrize("kind", [Wire, SlowWire])
+async def test_a_frame_arrives_at_once_and_after_a_cut_never_in_this_direction_alone(kind: type[Wire]) -> None:
+    ends = socket.socketpair()
+    frames = [bytes(HEADER_BYTES) + bytes.fromhex(mac(host).replace(":", "")) for host in range(2)]
+    arrived: list[list[int]] = []
+    with ends[0], ends[1]:
+        wire = kind(ends)
+        async with anyio.create_task_group() as tasks:
+            for cuts in (set(), {(0, 1)}, set()):
+                wire.cuts = cuts
+                wire.pass_on(frames[1], 0, tasks)
+                wire.pass_on(frames[0], 1, tasks)
+                # The port of a host sends to the other end of the pair.
+                arrived.append([host for host in range(2) if select.select([ends[1 - host]], [], [], 0)[0]])
+                for host in arrived[-1]:
+                    assert ends[1 - host].recv(100) == frames[host]
+    assert arrived == [[0, 1], [0], [0, 1]]
 
 
 def test_a_slow_way_sends_one_frame_after_the_other_and_loses_what_would_wait_too_long() -> None:
@@ -58,7 +71,7 @@ def received(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def connection(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
+def connection(hosts: FaultyHosts) -> tuple[socket.socket, socket.socket]:
     """The ends of a connection on host 0 and on host 1."""
     with hosts.socket(1) as listener:
         listener.bind((hosts.address(1), 0))
@@ -72,7 +85,7 @@ def connection(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.integration
-def test_what_a_cut_holds_back_arrives_after_all_and_a_reset_ends_a_connection_at_both_ends(hosts: Hosts) -> None:
+def test_what_a_cut_holds_back_arrives_after_all_and_a_reset_ends_a_connection_at_both_ends(hosts: FaultyHosts) -> None:
     hosts.set_way(0, 1, Way(delay_s=0.002, loss=0.02))
     ends = connection(hosts)
     data = bytes(range(256)) * (1 << 14)
