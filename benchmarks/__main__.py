@@ -22,19 +22,20 @@ SIMULATED = (
     *("prompt_replication", "queue_scheduling", "redundant_envs", "scaling"),
 )
 """Benchmarks that simulate runs, which need neither vLLM nor a model."""
-REAL = ("async_vs_sync", "calibration", "chaos", "engine_efficiency", "model_service", "sample_cost")
-"""Benchmarks that run Flash for real."""
+REAL = ("chaos", "model_service")
+"""Benchmarks that run Flash for real, each in a module of its own."""
+RUNS = ("async_vs_sync", "calibration", "real_agentic", "real_rlvr", "real_textworld")
+"""Benchmarks that compare whole runs of `flash train`."""
 MODULES = {
-    **{name: f"benchmarks.simulated.{name}" for name in SIMULATED},
+    **{name: f"benchmarks.simulated.figures {name}" for name in SIMULATED},
     **{name: f"benchmarks.real.{name}" for name in REAL},
-    "real_agentic": "benchmarks.real.agentic",
-    "real_rlvr": "benchmarks.real.rlvr",
-    "real_textworld": "benchmarks.real.textworld",
-    "offpolicy": "benchmarks.offpolicy",
-    "sandbox": "benchmarks.sandbox",
-    "versus_trl": "benchmarks.versus_trl",
+    **{name: f"benchmarks.real.runs {name}" for name in RUNS},
+    **{name: f"benchmarks.real.engine_cost {name}" for name in ("engine_efficiency", "sample_cost")},
+    "offpolicy": "benchmarks.offpolicy.run",
+    "sandbox": "benchmarks.sandbox.run",
+    "versus_trl": "benchmarks.versus_trl.run",
 }
-"""Module of each benchmark, by its name."""
+"""Module of each benchmark, by its name. Where a module has several benchmarks, the name follows as an argument."""
 MEASURED = {
     **dict.fromkeys(SIMULATED, ("flash/hub", "flash/samples", "flash/rollout", "flash/simulate")),
     "offpolicy": ("flash/trainer", "algorithms"),
@@ -54,7 +55,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.list:
         for name, module in MODULES.items():
-            print(f"{name:18s} python -m {module:39s} {recorded(name)}")
+            print(f"{name:18s} python -m {module:49s} {recorded(name)}")
         return 0
     unknown = [name for name in args.names if name not in MODULES]
     if unknown:
@@ -104,7 +105,9 @@ class Benchmarks:
         options = ["--quick"] if quick else ["--json", str(RESULTS / f"{name}.json")]
         print(f"\n=== {name}", flush=True)
         # In its own process group, so that a terminal's Ctrl-C does not interrupt the clean-up.
-        self._process = subprocess.Popen([sys.executable, "-m", MODULES[name], *options], cwd=ROOT, process_group=0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *MODULES[name].split(), *options], cwd=ROOT, process_group=0
+        )
         if self.signal:  # it came during the start, before `_end` knew the process
             self._process.terminate()
         return self._process.wait() == 0

@@ -1,14 +1,15 @@
-"""Form of all benchmarks: `python -m benchmarks.<family>.<name> [--quick] [--json FILE] [--plot FILE]`.
+"""Form of all benchmarks: `python -m benchmarks.<family>.<module> [NAME] [--quick] [--json FILE] [--plot FILE]`.
 
-A benchmark is a function from Args to rows. The module of each benchmark calls `main`, which parses the arguments and
-runs the function. `main` prints a description of the machine and the rows as a table, and writes the rows as JSON. It
-draws them if the benchmark has a plot; a full run draws to docs/images/figures/<name>.png by default. The other
-functions are for the benchmarks: running commands, Python environments of other systems, and pictures.
+A benchmark is a function from Args to rows. Its module calls `main`, or `main_of` if it has several benchmarks. `main`
+parses the arguments, runs the function, prints a description of the machine and the rows as a table, and writes the
+rows as JSON. It draws them if the benchmark has a plot; a full run draws to docs/images/figures/<name>.png by default.
+The other functions are for the benchmarks: running commands, and Python environments of other systems.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import platform
 import shutil
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -94,13 +95,26 @@ class Args(msgspec.Struct, frozen=True):
     """True for a smaller version, which takes a minute or two."""
 
 
+Run = Callable[[Args], list[Row]]
+"""A benchmark."""
+Plot = Callable[[Sequence[Row], Path], None]
+"""Draws the rows of a benchmark to a file."""
+
+
+def main_of(benchmarks: Mapping[str, tuple[Run, Plot | None]], argv: Sequence[str] | None = None) -> list[Row]:
+    """Run the benchmark that the first argument names, as `main` does. Its docstring is its description.
+
+    `benchmarks` are those of a module, by name. `argv` are the arguments; None: those of the command line.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name not in benchmarks:
+        raise SystemExit(f"expected the name of a benchmark as the first argument: {', '.join(benchmarks)}")
+    run, plot = benchmarks[name]
+    return main(name, inspect.getdoc(run) or "", run, rest, plot=plot)
+
+
 def main(
-    name: str,
-    description: str,
-    run: Callable[[Args], list[Row]],
-    argv: Sequence[str] | None = None,
-    *,
-    plot: Callable[[Sequence[Row], Path], None] | None = None,
+    name: str, description: str, run: Run, argv: Sequence[str] | None = None, *, plot: Plot | None = None
 ) -> list[Row]:
     """Run a benchmark, print its rows, write and draw them as the arguments say, and return them.
 
@@ -114,7 +128,7 @@ def main(
     Arguments that are wrong end the process with exit code 2, before anything is measured.
     """
     parser = argparse.ArgumentParser(
-        prog=_command(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=_command(name), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -206,10 +220,11 @@ def make_python(folder: Path, contents: Sequence[str], install: Callable[[Path],
     return executable
 
 
-def _command() -> str | None:
-    """Return the command `python -m …` that started this process, for `--help`; None if it was started otherwise."""
+def _command(name: str) -> str | None:
+    """Return the command `python -m …` that started the benchmark `name`, for `--help`; None without such a command."""
     spec = sys.modules["__main__"].__spec__
-    return None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    named = f" {name}" if sys.argv[1:2] == [name] else ""
+    return None if spec is None else f"python -m {spec.name}{named}"
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -256,23 +271,6 @@ def machine() -> list[tuple[str, str]]:
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
     lines.append(("gpus", "; ".join(gpus) or "none"))
     return lines
-
-
-def new_picture(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """Return an empty matplotlib figure of this size in inches, and its `columns` plots, which stand side by side."""
-    from matplotlib.figure import Figure
-
-    # Without pyplot: the figure needs no window, and belongs to no list from which it must be removed.
-    figure = Figure(figsize=(width, height), dpi=100)
-    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
-
-
-def save_picture(figure: Any, file: Path, *, bottom: float = 0.0) -> None:
-    """Write a figure of `new_picture` to a file. `bottom`: share of its height that stays free for a legend."""
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(file)
 
 
 def _figure(value: float | None) -> str:

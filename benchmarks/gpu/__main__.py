@@ -26,10 +26,8 @@ import msgspec
 
 from benchmarks.form import Row, installed_version, machine, print_table
 from benchmarks.gpu import runs
-from benchmarks.gpu.compute import mfu_rows
-from benchmarks.gpu.gradients import exact_rows
-from benchmarks.gpu.memory import memory_rows
 from benchmarks.gpu.sizes import Part, Sizes, Skipped
+from benchmarks.gpu.steps import exact_rows, memory_rows, mfu_rows
 from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"

@@ -16,8 +16,8 @@ import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS, Row
 from benchmarks.gpu.sizes import MODELS, Part, Sizes, Skipped, mixture_model, random_model, weight_bytes
-from benchmarks.real.engine_efficiency import config_for, efficiency_rows
-from benchmarks.training import Measured, train
+from benchmarks.real.engine_cost import config_for, efficiency_rows
+from benchmarks.real.runs import Measured, train
 from flash.config.load import load
 from flash.run.models import make_missing_models
 

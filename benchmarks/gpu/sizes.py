@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from benchmarks.form import Row
-from benchmarks.real.engine_efficiency import remove_end_token
+from benchmarks.real.engine_cost import remove_end_token
 from flash.trainer.checkpoint_files import atomic_folder
 from flash.trainer.model.tiny_model import HEAD_DIM
 
@@ -54,12 +54,6 @@ class Shape(msgspec.Struct, frozen=True):
             max_position_embeddings=4096,
             tie_word_embeddings=True,
         )
-
-    @property
-    def layer_weights(self) -> int:
-        """Number of weights in the matrices of all layers."""
-        attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.width * self.inner)
 
 
 SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)

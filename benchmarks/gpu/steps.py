@@ -1,30 +1,35 @@
-"""Training steps of random models, which several parts of the GPU check measure."""
+"""Training steps of random models on one card: the parts `mfu`, `exact` and `memory`.
+
+Each step runs in a process of its own, because the process group and the memory of a card belong to one process.
+"""
 
 from __future__ import annotations
 
-import math
 import multiprocessing
+import statistics
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
 
-from benchmarks.gpu.sizes import Shape
+from benchmarks.episodes import GROUP_SIZE, random_shard
+from benchmarks.form import Row
+from benchmarks.gpu.sizes import MIDDLE, Shape, Sizes
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GIB = 2**30
 """Bytes of a GiB."""
-GROUP_SIZE = 8
-"""Samples of a group."""
-PROMPT = 12
-"""Tokens of a prompt."""
 IMPORTS = ("flash.trainer.step", "flash.trainer.memory", "transformers.models.qwen3.modeling_qwen3")
 """Modules that the processes of `apart` need."""
 Result = TypeVar("Result")
+Dtype = Literal["float32", "bfloat16"]
 
 
 def apart(call: Callable[[Any], Result], argument: Any) -> Result:
@@ -43,7 +48,7 @@ def apart(call: Callable[[Any], Result], argument: Any) -> Result:
         return pool.submit(call, argument).result()
 
 
-def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -> None:
+def save_random(what: tuple[Shape, str, Dtype, bool]) -> None:
     """Save a model with random weights, in a process of `apart`, since it changes torch's default dtype.
 
     `what` is the model's shape, its folder, its dtype, and True to make it on the card.
@@ -58,57 +63,258 @@ def save_random(what: tuple[Shape, str, Literal["float32", "bfloat16"], bool]) -
         Qwen3ForCausalLM(shape.config()).save_pretrained(folder)
 
 
-def step_config(
-    folder: str, dtype: Literal["float32", "bfloat16"], longest: int, sequences: int, steps: int, *, gpu: bool
-) -> Config:
-    """Return the configuration of `steps` steps with one minibatch and GRPO.
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Training steps with one minibatch and GRPO.
 
-    A step has `sequences` answers of at most `longest` tokens. `folder` is that of the model.
+    `train_steps` gets them as the only argument that `apart` can pass.
     """
-    tables: dict[str, dict[str, Any]] = {
-        "run": {"name": "gpu-check", "steps": steps},
-        "model": {"path": folder, "dtype": dtype, "max_length": longest + 64},
-        "env": {"path": "envs.arithmetic:Arithmetic"},
-        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": longest},
-        "train": {"batch_size": sequences, "minibatches": 1, "max_tokens_per_microbatch": 16_384},
-        "cluster": {"gpus_per_node": 1 if gpu else 0},
-        "engine": {"share_gpus": gpu},
-        "algorithm": {"objective": "grpo", "lag": None},
-    }
-    return msgspec.convert(tables, Config)
+
+    folder: str
+    """Folder of the model."""
+    dtype: Dtype
+    gpu: bool
+    """True to compute on the card, False on the CPU."""
+    vocabulary: int
+    """Number of token ids of the model."""
+    groups: int
+    """Groups of a step's batch."""
+    answers: tuple[int, int]
+    """Smallest and largest length of an answer, in tokens."""
+    steps: int
+    tables: dict[str, dict[str, Any]] = {}
+    """Further settings, as tables of a configuration."""
+    gradient: str = ""
+    """File to which the gradient of the last step is written; empty: none."""
+
+    def config(self) -> Config:
+        """Return the configuration of the steps."""
+        tables: dict[str, dict[str, Any]] = {
+            "run": {"name": "gpu-check", "steps": self.steps},
+            "model": {"path": self.folder, "dtype": self.dtype, "max_length": self.answers[1] + 64},
+            "env": {"path": "envs.arithmetic:Arithmetic"},
+            "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": self.answers[1]},
+            "train": {"batch_size": self.groups * GROUP_SIZE, "minibatches": 1, "max_tokens_per_microbatch": 16_384},
+            "cluster": {"gpus_per_node": 1 if self.gpu else 0},
+            "engine": {"share_gpus": self.gpu},
+            "algorithm": {"objective": "grpo", "lag": None},
+        }
+        return msgspec.convert(
+            tables | {name: tables.get(name, {}) | table for name, table in self.tables.items()}, Config
+        )
 
 
-def random_shard(step: int, groups: int, answers: tuple[int, int], vocabulary: int) -> Shard:
-    """Return a batch of random answers for a training step, labelled with the version before that of the step.
+class Measured(msgspec.Struct, frozen=True):
+    """Measurements of some training steps."""
 
-    `answers` are the smallest and the largest length of an answer. Token ids are below `vocabulary`.
+    seconds: list[float]
+    """Seconds of each step; the first one also creates the optimizer's state."""
+    metrics: list[dict[str, float]]
+    """Metrics of each step."""
+    tokens: int
+    """Tokens that went through the model in a step, in the mean, prompts included."""
+    step_flops: float
+    """Model FLOPs of the last step, as the column `mfu` counts them."""
+    peak_bytes: int
+    """Most bytes of the card that were allocated in the whole process; 0 without a card."""
+    card: str
+    """Name of the card, or `cpu`."""
+
+
+def train_steps(work: Work) -> Measured:
+    """Train the steps, and measure them. Call it through `apart`, because it makes a process group."""
+    import torch
+
+    from flash.foreign.torch import single_process_group
+    from flash.trainer.mesh import process_group_backend
+    from flash.trainer.step import Trainer
+
+    config = work.config()
+    seconds: list[float] = []
+    metrics: list[dict[str, float]] = []
+    tokens = 0
+    found: dict[str, Tensor] = {}
+    with single_process_group(process_group_backend(cuda=work.gpu, offloads="weights" in config.train.offload)):
+        trainer = Trainer(config)
+
+        def keep(*_: Any) -> None:
+            """Copy the gradient before the optimizer changes it."""
+            for name, weight in trainer.model.named_parameters():
+                assert weight.grad is not None
+                found[name] = weight.grad.full_tensor().cpu()  # pyright: ignore[reportAttributeAccessIssue]
+
+        if work.gradient:
+            trainer.optimizer.register_step_pre_hook(keep)
+        for step in range(work.steps):
+            shard = random_shard(step, work.groups, work.answers, work.vocabulary)
+            start = time.perf_counter()
+            metrics.append(trainer.train_step(shard))
+            if work.gpu:
+                torch.cuda.synchronize()  # the call returns before the card has computed
+            seconds.append(time.perf_counter() - start)
+            tokens += sum(sample.trajectory.length for sample in shard.samples)
+        if work.gradient:
+            torch.save(found, work.gradient)
+        peak = torch.cuda.max_memory_allocated() if work.gpu else 0
+        card = torch.cuda.get_device_name() if work.gpu else "cpu"
+        return Measured(seconds, metrics, tokens // work.steps, trainer.flops, peak, card)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+MFU_GOAL = 0.35
+"""Goal of the model FLOPs of a step, as a share of the peak in the card's data sheet."""
+
+
+def mfu_rows(sizes: Sizes) -> list[Row]:
+    """Return the rows of whole training steps: time, throughput, memory, and model FLOPs per second. The part `mfu`.
+
+    The FLOPs per second are shares of the peak in the card's data sheet. The first step is not counted.
     """
-    rng = np.random.default_rng(step)
-    version = max(step - 1, 0)
-    trajectories: list[Trajectory] = []
-    for group in range(groups):
-        prompt = rng.integers(0, vocabulary, PROMPT)
-        for member in range(GROUP_SIZE):
-            answer = int(rng.integers(*answers, endpoint=True))
-            reward = float(rng.random() < 0.5)
-            logprobs = rng.normal(-math.log(vocabulary), 0.2, answer)
-            trajectories.append(
-                Trajectory(
-                    task=Task(group * GROUP_SIZE + member, group, member, seed=group),
-                    outcome=Outcome.OK,
-                    reward=reward,
-                    token_ids=np.append(prompt, rng.integers(0, vocabulary, answer)).astype("<i4").tobytes(),
-                    action_spans=[Span(PROMPT, PROMPT + answer)],
-                    logprobs=logprobs.astype("<f4").tobytes(),
-                    versions=[VersionRun(version, answer)],
-                    turns=[Turn("", "", reward, 0.0, 0.0, 0.0)],
-                )
+    from flash.trainer.performance import peak_flops
+
+    with tempfile.TemporaryDirectory() as folder:
+        apart(save_random, (sizes.shape, folder, "bfloat16", False))
+        work = Work(
+            folder=folder,
+            dtype="bfloat16" if sizes.gpu else "float32",
+            gpu=sizes.gpu,
+            vocabulary=sizes.shape.vocabulary,
+            groups=sizes.sequences // GROUP_SIZE,
+            answers=sizes.length,
+            steps=sizes.steps + 1,
+        )
+        found = apart(train_steps, work)
+    step_s = statistics.median(found.seconds[1:])
+    case = f"training step, {sizes.shape.layers} layers × {sizes.shape.width}, {found.tokens:,} tokens"
+    peak = peak_flops(found.card)
+    rows = [
+        Row(case, "step_s", "s", step_s),
+        Row(case, "trained_tokens_per_s", "tokens/s", found.tokens / step_s),
+        Row(case, "peak_gib", "GiB", found.peak_bytes / GIB),
+    ]
+    share = None if peak is None else found.step_flops / step_s / peak
+    return rows if share is None else [*rows, Row(case, "mfu", "share", share, at_least=MFU_GOAL)]
+
+
+# -- gradient --------------------------------------------------------------------------------------------------------
+
+GRADIENT_GOALS: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest distance of a gradient from the reference, relative to the norm of the reference."""
+
+
+def exact_rows(sizes: Sizes) -> list[Row]:
+    """Return the rows of the part `exact`: the gradient of one training step, without clipping.
+
+    Each precision on the card is compared with float32 on the processor, and with the same step again.
+    """
+    import torch
+
+    shape = MIDDLE if sizes.gpu else sizes.shape
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        apart(save_random, (shape, folder, "float32", False))
+
+        def gradient(name: str, dtype: Dtype, *, gpu: bool) -> dict[str, Tensor]:
+            """Compute a gradient in a process of its own, and return it by parameter."""
+            work = Work(
+                folder=folder,
+                dtype=dtype,
+                gpu=gpu,
+                vocabulary=shape.vocabulary,
+                groups=4,
+                answers=(40, 200),
+                steps=1,
+                tables={"train": {"max_grad_norm": 1e9}},
+                gradient=f"{folder}/{name}.pt",
             )
-    return Shard(
-        step=step,
-        min_version=version,
-        samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
-        batch=[one.batch_sample(version) for one in trajectories],
-        total_tokens=sum(one.action_count for one in trajectories),
-        total_sequences=len(trajectories),
-    )
+            apart(train_steps, work)
+            return torch.load(work.gradient)
+
+        exact = gradient("reference", "float32", gpu=False)
+        for dtype, goal in GRADIENT_GOALS.items():
+            ours = gradient(dtype, dtype, gpu=sizes.gpu)
+            again = gradient(f"{dtype}-again", dtype, gpu=sizes.gpu)
+            case = f"gradient in {dtype}, {shape.layers} layers × {shape.width}"
+            same = all(torch.equal(again[name], value) for name, value in ours.items())
+            rows += [
+                Row(case, "error_of_float32", "share", distance(ours, exact), at_most=goal),
+                Row(case, "same_again", "yes/no", float(same), at_least=1.0),
+            ]
+    return rows
+
+
+def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Return ‖ours − exact‖ / ‖exact‖ of two gradients, given by the names of the parameters in `ours`."""
+    difference = sum(float((value.double() - exact[name].double()).square().sum()) for name, value in ours.items())
+    norm = sum(float(value.double().square().sum()) for value in exact.values())
+    return (difference / norm) ** 0.5
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+NEAR = 0.15
+"""Goal: largest relative error of a prediction."""
+RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True}
+"""Settings of `[train]` that compute activations again instead of keeping them."""
+LEVERS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "recomputed": {"train": RECOMPUTED},
+    "moved": {"train": RECOMPUTED | {"offload": ["activations", "moments"]}},
+    "weights moved": {"train": RECOMPUTED | {"offload": ["activations", "weights"]}},
+    "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
+}
+"""Ways to save memory, as tables of a configuration."""
+LARGE = Shape(36, 4096, 12_288, 32, 8, 128, 151_936)
+"""Shape of Qwen3-8B, except that its output layer is tied to the embeddings."""
+ON_LARGE = ("adapters",)
+"""Levers that are measured on the large model, which without them does not fit on the card."""
+MOVED = ("moved", "weights moved")
+"""Levers that move parts to the host's memory. Their steps are compared with those of "recomputed"."""
+ALIKE = 1e-3
+"""Goal: largest relative difference of losses, entropies and gradient norms from those of "recomputed"."""
+
+
+def memory_rows(sizes: Sizes) -> list[Row]:
+    """Return the rows of the part `memory`: the peak of a card's memory, compared with the prediction of `flash plan`.
+
+    Each lever is measured on the model of `mfu`, and adapters on a large one on a card. The steps themselves are
+    compared, too: the place where weights and moments are stored must not change a step.
+    """
+    rows: list[Row] = []
+    shapes = {"small": sizes.shape} | ({"8 B": LARGE} if sizes.gpu else {})
+    longest = sizes.length[1]
+    for name, shape in shapes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            apart(save_random, (shape, folder, "bfloat16", sizes.gpu))
+            steps: dict[str, list[float]] = {}  # loss, entropy and gradient norm of each step, by lever
+            for lever in LEVERS if shape is sizes.shape else ON_LARGE:
+                full = {"max_tokens_per_microbatch": 8192 if sizes.gpu else 16 * longest}
+                work = Work(
+                    folder=folder,
+                    dtype="bfloat16" if sizes.gpu else "float32",
+                    gpu=sizes.gpu,
+                    vocabulary=shape.vocabulary,
+                    groups=4,
+                    answers=(longest - 8, longest),
+                    steps=2,
+                    tables=LEVERS[lever] | {"train": LEVERS[lever].get("train", {}) | full},
+                )
+                found, planned = apart(train_steps, work), apart(planned_bytes, work)
+                peak = found.peak_bytes
+                steps[lever] = [one[name] for one in found.metrics for name in ("loss", "entropy", "grad_norm")]
+                rows.append(Row(f"{name}, {lever}", "peak_gib", "GiB", peak / GIB, planned / GIB))
+                if sizes.gpu:
+                    rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
+                if lever in MOVED:
+                    pairs = zip(steps[lever], steps["recomputed"], strict=True)
+                    # Losses are sums of numbers of either sign, so near 0, where a relative error says nothing.
+                    error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
+                    rows.append(Row(f"{name}, {lever}", "step_error", "share", error, at_most=ALIKE))
+    return rows
+
+
+def planned_bytes(work: Work) -> int:
+    """Return the bytes that `flash plan` predicts for a single rank. It needs a process without a process group."""
+    from flash.trainer.memory import rank_memory
+
+    return rank_memory(work.config(), 1).total

@@ -154,7 +154,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """An evaluation, and means over the steps since the evaluation before."""
+    """An evaluation. Recorded cells have further values after these, which are not read."""
 
     step: int
     """Versions made so far."""
@@ -162,18 +162,6 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     """Action tokens trained so far."""
     accuracy: float
     """Share of the held-out problems that were solved."""
-    reward: float
-    """Mean reward of the trained samples."""
-    entropy: float
-    """Entropy of the policy, in nats per action token."""
-    grad_norm: float
-    """Norm of the gradient before it is clipped."""
-    clipped: float
-    """Share of the tokens whose gradient the objective cut."""
-    distance: float = 0.0
-    """Mean (log-ratio)² before an update, of a method with a budget."""
-    scale: float = 1.0
-    """Factor of the learning rate, of a method with a budget."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,10 +170,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cell: Cell
     curve: list[Point]
     """Evaluations from step 0, before any training, to the last step."""
-    skipped_updates: int
-    """Updates left out because the gradient was not finite."""
-    cpu_s: float
-    """Processor time of the whole process, imports and model loading included."""
 
     @property
     def start(self) -> float:
@@ -237,8 +221,3 @@ class Folder:
 def write_lines(results: Iterable[Result], file: Path) -> None:
     """Write all results to one file, a line each."""
     file.write_bytes(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
-
-
-def read_lines(file: Path) -> list[Result]:
-    """Return the results in a file of `write_lines`."""
-    return [msgspec.json.decode(line, type=Result) for line in file.read_bytes().splitlines()]

@@ -7,120 +7,143 @@ age of the cell.
 
 `benchmarks.offpolicy.run` starts this module as a process for each cell, with the cell as JSON in its standard input:
 `python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL`. The result is written into the folder.
+
+Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = vocabulary,
+R = answers of all prompts, T = tokens of an answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 
+from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
-from benchmarks.offpolicy.sampler import Answer, Sampler
-from flash.config.objects import check_options, load_object
-from flash.environment import HELD_OUT
 from flash.errors import ContractError
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.step import Trainer
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Task, Trajectory
 
 SEED_STRIDE = 1 << 20
 """Number of problems that one seed may use; the problems of the next seed begin after them."""
 PARITY = 1e-4
 """Largest difference of log-probs between the sampler and the trainer at equal weights."""
-MEASURED = {
-    "reward": ("reward_mean", 0.0),
-    "entropy": ("entropy", 0.0),
-    "grad_norm": ("grad_norm", 0.0),
-    "clipped": ("clip_fraction", 0.0),
-    "distance": ("lag_distance", 0.0),
-    "scale": ("lag_scale", 1.0),
-}
-"""For each field of `Point`: the name of the trainer's metric, and the value in a step that does not report it."""
-
 Batch = TypeVar("Batch")
 
 
-def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[Batch]:
-    """Yield the batch of each step, sampled `alpha` versions before it is trained.
+def aged(ages: Sequence[int], steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
+    """Yield the batch of each step, of one part for each of `ages`, in versions. The part was sampled so long before.
 
-    `sample(step)` makes the batch that this step will train, with the weights at the moment of the call. Between two
-    batches the caller makes the next version, so that version v samples for step v + alpha. Version 0 also samples
-    for the steps before alpha: step n trains on version max(0, n − alpha), whose age is min(n, alpha). Exactly `steps`
-    batches are sampled.
-    """
-    waiting: deque[Batch] = deque()
-    for version in range(steps):
-        first = version + alpha if version else 0
-        waiting.extend(sample(step) for step in range(first, min(version + alpha + 1, steps)))
-        yield waiting.popleft()
-
-
-def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
-    """Yield the batch of each step, of alpha + 1 parts: part k was sampled k versions before it is trained.
-
-    `sample(step, part)` makes a part, with the weights at the moment of the call. As in `lagged`, the caller makes the
-    next version between two batches. Version 0 also samples the parts of earlier versions, which do not exist.
+    `sample(step, part)` makes a part, with the weights at the moment of the call. Between two batches the caller makes
+    the next version, so that version v samples for step v + age. Version 0 also samples the parts of earlier versions,
+    which do not exist: step n trains on version max(0, n − age). Exactly `steps` batches are sampled.
     """
     waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}  # finished parts of each step
     for version in range(steps):
-        for step in range(version, min(version + alpha + 1, steps)):
-            # A later version samples one part of the step. Version 0 samples those parts, too, that are older.
-            for part in [step - version] if version else range(step, alpha + 1):
+        for part, age in enumerate(ages):
+            for step in range(version + age if version else 0, min(version + age + 1, steps)):
                 waiting[step] += sample(step, part)
         yield waiting.pop(version)
 
 
-class Problems:
-    """Problems of an environment of one turn, each with an instance that scores its answers.
+class Answer(NamedTuple):
+    """A sampled answer, with the values that training needs."""
 
-    Args:
-        seeds: seed of each problem.
-        env: table `env` of the configuration, with the path of the environment's class and its options.
+    prompt: list[int]
+    """Token ids."""
+    tokens: list[int]
+    """Token ids, the end-of-text token included."""
+    logp: list[float]
+    """Log-prob of each token under the policy that sampled it."""
+    text: str
+    """The text, without the end-of-text token."""
+    truncated: bool
+    """True if the limit came before the end-of-text token."""
+
+
+class Sampler:
+    """A policy that samples many answers at once, and is not trained. It gets the trainer's weights after each step.
+
+    It holds a second copy of the policy: the trainer's is sharded and runs packed sequences only. Prompts of one call
+    have equal length, so nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
     """
 
-    def __init__(self, seeds: Sequence[int], env: Mapping[str, Any]) -> None:
-        environment = load_object(env["path"])
-        self._envs = [environment(**check_options(environment, env["options"], "env.options")) for _ in seeds]
+    def __init__(self, path: str) -> None:
+        """Load the model folder at `path`, in float32."""
+        self.tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._parameters = dict(self.model.named_parameters())
+        self._end = cast("int", self.tokenizer.eos_token_id)
 
-        async def reset() -> list[str]:
-            """Return the text that each problem shows."""
-            return [(await env.reset(seed))[0] for env, seed in zip(self._envs, seeds, strict=True)]
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by the tensors of these names. A missing name is an error of the program."""
+        missing = set(self._parameters)
+        for name, value in tensors:
+            self._parameters[name].copy_(value)
+            missing.discard(name)
+        assert not missing, f"no new weights for {sorted(missing)}"
 
-        self.prompts = asyncio.run(reset())
-        """Prompt of each problem, in the order of the seeds."""
+    @torch.inference_mode()
+    def sample(self, prompts: list[str], *, copies: int, limit: int, generator: torch.Generator | None) -> list[Answer]:
+        """Sample `copies` answers of at most `limit` tokens to each prompt; the answers to one prompt stand in a row.
 
-    def rewards(self, answers: list[Answer]) -> list[float]:
-        """Return the reward of each answer. All problems have equally many, and the answers to one stand in a row."""
-        copies = len(answers) // len(self._envs)
+        The temperature is 1. Without a generator each token is the most likely one.
+        """
+        prompt_ids: list[list[int]] = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        prompt_NP = torch.tensor(prompt_ids)
+        cache = DynamicCache()
+        logits_NV = self.model(prompt_NP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        cache.batch_repeat_interleave(copies)
+        logits = logits_NV.repeat_interleave(copies, dim=0)
+        # Tokens that were chosen in each turn of the loop, and their log-probs, one for each of the R answers.
+        tokens: list[Tensor] = []
+        logp: list[Tensor] = []
+        ended = torch.zeros(len(logits), dtype=torch.bool)
+        while True:
+            all_logp = logits.log_softmax(-1)
+            if generator is None:
+                chosen = all_logp.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial(all_logp.exp(), 1, generator=generator)
+            tokens.append(chosen[:, 0])
+            logp.append(all_logp.gather(-1, chosen)[:, 0])
+            ended |= chosen[:, 0] == self._end
+            if len(tokens) == limit or bool(ended.all()):
+                break
+            logits = self.model(chosen, past_key_values=cache, use_cache=True).logits[:, -1]
+        columns = torch.stack(tokens, 1).tolist(), torch.stack(logp, 1).tolist()
+        rows = zip(*columns, strict=True)
+        return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
 
-        async def judge() -> list[float]:
-            """Give each answer to the instance of its problem. An instance can score several answers."""
-            return [(await self._envs[number // copies].step(answer.text))[1] for number, answer in enumerate(answers)]
-
-        return asyncio.run(judge())
+    def _answer(self, prompt: list[int], tokens: list[int], logp: list[float]) -> Answer:
+        """Return the answer of one row, up to and including the end token. `logp` are the log-probs of `tokens`."""
+        truncated = self._end not in tokens
+        count = len(tokens) if truncated else tokens.index(self._end) + 1
+        text = "".join(self.tokenizer.convert_ids_to_tokens(tokens[: count if truncated else count - 1]))
+        return Answer(prompt, tokens[:count], logp[:count], text, truncated)
 
 
 class Rollouts:
     """Samples batches and evaluates, with the weights that the sampler holds."""
 
     def __init__(self, cell: Cell, sampler: Sampler) -> None:
-        self._cell, self._sampler = cell, sampler
-        self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), cell.setting.env)
+        self._cell, self._sampler, self._config = cell, sampler, cell.config()
+        self._held_out = held_out_seeds(self._config)
 
     def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
         """Sample the batch of a step, or the groups number part, part + parts, … of it.
@@ -133,55 +156,35 @@ class Rollouts:
         first = self._cell.seed * SEED_STRIDE + step * groups
         # Seeds of the problems. A problem's seed is also the number of its group.
         seeds = range(first, first + groups)[part::parts]
-        problems = Problems(seeds, setting.env)
+        size = setting.group_size
         answers = self._sampler.sample(
-            problems.prompts,
-            copies=setting.group_size,
+            [str(prompt) for prompt in prompts(self._config, seeds)],
+            copies=size,
             limit=setting.max_new_tokens,
             generator=torch.Generator().manual_seed(seeds[0]),
         )
-        size = setting.group_size
         tasks = [Task((seed - first) * size + member, seed, member, seed) for seed in seeds for member in range(size)]
+        given = rewards(self._config, [task.seed for task in tasks], [answer.text for answer in answers])
         return [
-            make_trajectory(task, answer, reward, version)
-            for task, answer, reward in zip(tasks, answers, problems.rewards(answers), strict=True)
+            make_trajectory(
+                task,
+                answer.prompt,
+                answer.tokens,
+                answer.logp,
+                reward=reward,
+                version=version,
+                outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
+                text=answer.text,
+            )
+            for task, answer, reward in zip(tasks, answers, given, strict=True)
         ]
 
     def accuracy(self) -> tuple[float, Answer]:
         """Return the share of held-out problems that are answered correctly, and the first answer."""
+        shown = [str(prompt) for prompt in prompts(self._config, self._held_out)]
         limit = self._cell.setting.max_new_tokens
-        answers = self._sampler.sample(self._held_out.prompts, copies=1, limit=limit, generator=None)
-        rewards = self._held_out.rewards(answers)
-        return sum(rewards) / len(rewards), answers[0]
-
-
-def make_trajectory(task: Task, answer: Answer, reward: float, version: int) -> Trajectory:
-    """Make the result of an episode of one turn, all of whose tokens a version sampled."""
-    tokens = [*answer.prompt, *answer.tokens]
-    return Trajectory(
-        task=task,
-        outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
-        reward=reward,
-        token_ids=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes(),
-        action_spans=[Span(len(answer.prompt), len(tokens))],
-        logprobs=torch.tensor(answer.logp).numpy().tobytes(),
-        versions=[VersionRun(version, len(answer.tokens))],
-        turns=[Turn("", answer.text, reward, 0.0, 0.0, 0.0)],
-    )
-
-
-def make_shard(batch: list[Trajectory], step: int, oldest: int) -> Shard:
-    """Make the shard of the only rank: the whole batch, whose tokens may be `oldest` versions old."""
-    min_version = max(0, step - oldest)
-    trained = [one.trained_tokens(min_version) for one in batch]
-    return Shard(
-        step=step,
-        min_version=min_version,
-        samples=[ShardSample(index, one) for index, one in enumerate(batch)],
-        batch=[one.batch_sample(min_version) for one in batch],
-        total_tokens=sum(trained),
-        total_sequences=sum(count > 0 for count in trained),
-    )
+        answers = self._sampler.sample(shown, copies=1, limit=limit, generator=None)
+        return fmean(rewards(self._config, self._held_out, [answer.text for answer in answers])), answers[0]
 
 
 def run(cell: Cell) -> Result:
@@ -195,19 +198,17 @@ def run(cell: Cell) -> Result:
     trainer = Trainer(config)
     sampler = Sampler(cell.setting.model_path)
     rollouts = Rollouts(cell, sampler)
-    curve = [evaluate(rollouts, trainer, 0, [])]
+    curve = [evaluate(rollouts, trainer, 0)]
     tokens = 0  # tokens trained so far
-    recent: list[dict[str, float]] = []  # metrics of the steps since the last evaluation
     # Each turn of this loop makes one version, with which `batches` samples when the loop asks for the next batch.
     for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
         shard = make_shard(batch, step, config.train.max_age)
-        recent.append(trainer.train_step(shard))
+        trainer.train_step(shard)
         tokens += shard.total_tokens
         sampler.load(named_full_tensors(trainer.model))
         if trainer.version == cell.setting.steps or trainer.version % cell.setting.eval_every == 0:
-            curve.append(evaluate(rollouts, trainer, tokens, recent))
-            recent.clear()
-    return Result(cell=cell, curve=curve, skipped_updates=trainer.skipped_steps, cpu_s=round(time.process_time(), 1))
+            curve.append(evaluate(rollouts, trainer, tokens))
+    return Result(cell=cell, curve=curve)
 
 
 def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
@@ -215,31 +216,21 @@ def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Itera
 
     `run` trains each batch, and makes a version of the sampler, before it asks for the next one.
     """
-    alpha, steps = cell.alpha, cell.setting.steps
-    if not cell.mixed:
-        yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
-        return
+    ages = range(cell.alpha + 1) if cell.mixed else [cell.alpha]
     # Parts arrive by age. The trainer expects the samples of a group beside each other.
-    for batch in mixed(alpha, steps, lambda step, part: rollouts.batch(step, version(), part, alpha + 1)):
+    for batch in aged(ages, cell.setting.steps, lambda step, part: rollouts.batch(step, version(), part, len(ages))):
         yield sorted(batch, key=lambda one: one.task.task_id)
 
 
-def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dict[str, float]]) -> Point:
-    """Measure the held-out accuracy, and average the metrics of the steps since the last evaluation.
+def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int) -> Point:
+    """Measure the held-out accuracy of the trainer's version, which has trained `tokens` tokens.
 
-    Args:
-        rollouts: samples the held-out problems.
-        trainer: the trainer, whose version is evaluated.
-        tokens: number of tokens trained so far.
-        recent: metrics of the steps since the last evaluation.
+    Raises:
+        ContractError: see `check_parity`.
     """
     accuracy, answer = rollouts.accuracy()
     check_parity(trainer, answer)
-    means = {
-        field: fmean([one.get(name, missing) for one in recent] or [missing])
-        for field, (name, missing) in MEASURED.items()
-    }
-    return Point(trainer.version, tokens, accuracy, **{field: round(mean, 5) for field, mean in means.items()})
+    return Point(trainer.version, tokens, accuracy)
 
 
 def check_parity(trainer: Trainer, answer: Answer) -> None:

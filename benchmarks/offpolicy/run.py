@@ -20,14 +20,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
 import msgspec
 
-from benchmarks.form import Args, Row
+from benchmarks.form import Args, Row, main
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Result, Setting, write_lines
-from benchmarks.offpolicy.summary import accuracy_table, draw, rows, summarise
+from benchmarks.plots import lines
+from flash.observe.stats import Interval, mean_interval
 
 METHODS = (
     Method(key="grpo", objective="grpo"),
@@ -58,6 +60,109 @@ CELL_TIMEOUT_S = 900
 
 RunCell = Callable[[Cell, Path, int | None], Awaitable[str]]
 """Runs a cell with a folder for its result on a core, and returns its error output; see `run_cell`."""
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+BASELINE = "grpo"
+"""Synchronous training is this method at alpha = 0."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Final accuracy of a method at one alpha, over its seeds."""
+
+    method: Method
+    alpha: int
+    """Age of the data, in versions."""
+    seeds: int
+    """Number of seeds."""
+    mean: float
+    """Final accuracy."""
+    low: float
+    """95 % confidence interval of the mean over seeds (Student's t), within 0 … 1; the mean if there is one seed."""
+    high: float
+    """Upper end of the interval."""
+    collapses: int
+    """Number of seeds whose run has collapsed (`cells.COLLAPSED`)."""
+
+    @property
+    def case(self) -> str:
+        """Name of the rows."""
+        return f"{self.method.title}, α = {self.alpha}"
+
+
+def summarise(results: Sequence[Result]) -> list[Summary]:
+    """Make one summary for each method and alpha, in the order of their first results."""
+    together: dict[tuple[str, int], list[Result]] = {}
+    for result in results:
+        together.setdefault((result.cell.method.key, result.cell.alpha), []).append(result)
+    found: list[Summary] = []
+    for members in together.values():
+        finals = [result.final for result in members]
+        # One value says nothing about the spread.
+        interval = mean_interval(finals) if len(finals) > 1 else Interval(finals[0], finals[0], finals[0])
+        found.append(
+            Summary(
+                method=members[0].cell.method,
+                alpha=members[0].cell.alpha,
+                seeds=len(members),
+                mean=interval.mean,
+                low=max(interval.low, 0.0),
+                high=min(interval.high, 1.0),
+                collapses=sum(result.collapsed for result in members),
+            )
+        )
+    return found
+
+
+def rows(summaries: Sequence[Summary]) -> list[Row]:
+    """Return the rows: each final accuracy, and how it compares with synchronous training.
+
+    A method is as good as synchronous training if its mean is not below the lower end of the latter's interval. The
+    goals are 4 such methods at α = 2, and 1 at α = 8.
+    """
+    out: list[Row] = []
+    for summary in summaries:
+        out += [
+            Row(summary.case, "final_accuracy", "share", summary.mean),
+            Row(summary.case, "final_accuracy_low", "share", summary.low),
+            Row(summary.case, "final_accuracy_high", "share", summary.high),
+            Row(summary.case, "seeds", "runs", summary.seeds),
+            Row(summary.case, "collapsed", "runs", summary.collapses),
+        ]
+    baseline = next((one for one in summaries if (one.method.key, one.alpha) == (BASELINE, 0)), None)
+    for alpha, goal in ((2, 4), (8, 1)):
+        here = [summary for summary in summaries if summary.alpha == alpha]
+        if baseline is None or not here:
+            continue
+        good = sum(summary.mean >= baseline.low for summary in here)
+        case = f"as good as synchronous {BASELINE}, α = {alpha}"
+        out.append(Row(case, "methods", f"of {len(here)}", good, at_least=goal))
+    return out
+
+
+def accuracy_table(summaries: Sequence[Summary]) -> str:
+    """Return a Markdown table of final accuracies by method and α, with half intervals and collapsed runs.
+
+    docs/figures.md has this table, and a test compares them.
+    """
+
+    def cell(summary: Summary) -> str:
+        """Return the text of a cell of the table."""
+        half = f" ± {(summary.high - summary.low) / 2:.3f}" if summary.seeds > 1 else ""
+        collapsed = f", {summary.collapses} of {summary.seeds} collapsed" if summary.collapses else ""
+        return f"{summary.mean:.3f}{half}{collapsed}"
+
+    titles = list(dict.fromkeys(summary.method.title for summary in summaries))
+    alphas = sorted({summary.alpha for summary in summaries})
+    at = {(summary.method.title, summary.alpha): cell(summary) for summary in summaries}
+    lines = [f"| final held-out accuracy | {' | '.join(f'α = {alpha}' for alpha in alphas)} |"]
+    lines.append(f"|---|{'--:|' * len(alphas)}")
+    lines += [f"| {title} | {' | '.join(at.get((title, alpha), '') for alpha in alphas)} |" for title in titles]
+    return "\n".join(lines)
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
 
 
 class Pool:
@@ -163,57 +268,40 @@ def make_model(cell: Cell) -> None:
     make_missing_models(cell.config())
 
 
-class Comparison:
-    """Runs the cells that the options name, and reports them. `python -m benchmarks.offpolicy` makes one.
+def measure(
+    options: argparse.Namespace,
+    args: Args,
+    run_cell: RunCell = run_cell,
+    make_model: Callable[[Cell], object] = make_model,
+) -> list[Row]:
+    """Run the cells that the options name and that have no result yet, and return the rows of all cells that have one.
 
-    `run_cell` and `make_model` are replaced by tests.
+    `benchmarks.form.main` calls this. `run_cell` and `make_model` are replaced by tests.
     """
-
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        run_cell: RunCell = run_cell,
-        make_model: Callable[[Cell], object] = make_model,
-    ) -> None:
-        self._options = options
-        self._run_cell, self._make_model = run_cell, make_model
-        self._results: list[Result] = []
-        """Results of all finished cells of the grid; set by `measure` for `plot`."""
-
-    def measure(self, args: Args) -> list[Row]:
-        """Run the cells that have no result yet, and return the rows of all cells that have one.
-
-        `benchmarks.form.main` calls this, and afterwards `plot`.
-        """
-        options = self._options
-        setting = QUICK if args.quick else SETTING
-        if options.learning_rate is not None:
-            setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
-        cells = grid(
-            setting,
-            options.methods or (QUICK_METHODS if args.quick else [method.key for method in METHODS]),
-            options.alphas or (QUICK_ALPHAS if args.quick else ALPHAS),
-            options.seeds or (1 if args.quick else SEEDS),
-            options.budgets,
-            mixed=options.mixed,
-        )
-        self._make_model(cells[0])
-        pool = Pool(cells, options.cells, options.workers, self._run_cell)
-        anyio.run(pool.run)
-        self._results = Folder(options.cells).finished(cells)
-        for failure in pool.failures:
-            print(f"\nno result of {failure}")
-        if missing := pool.missing():
-            print(f"\n{len(missing)} of {len(cells)} cells are missing; the same command runs them")
-        if options.keep is not None:
-            write_lines(self._results, options.keep)
-        summaries = summarise(self._results)
-        print(f"\n{accuracy_table(summaries)}\n")
-        return rows(summaries)
-
-    def plot(self, rows: Sequence[Row], file: Path) -> None:
-        """Draw the cells, because the rows do not hold their curves."""
-        draw(self._results, file)
+    setting = QUICK if args.quick else SETTING
+    if options.learning_rate is not None:
+        setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
+    cells = grid(
+        setting,
+        options.methods or (QUICK_METHODS if args.quick else [method.key for method in METHODS]),
+        options.alphas or (QUICK_ALPHAS if args.quick else ALPHAS),
+        options.seeds or (1 if args.quick else SEEDS),
+        options.budgets,
+        mixed=options.mixed,
+    )
+    make_model(cells[0])
+    pool = Pool(cells, options.cells, options.workers, run_cell)
+    anyio.run(pool.run)
+    results = Folder(options.cells).finished(cells)
+    for failure in pool.failures:
+        print(f"\nno result of {failure}")
+    if missing := pool.missing():
+        print(f"\n{len(missing)} of {len(cells)} cells are missing; the same command runs them")
+    if options.keep is not None:
+        write_lines(results, options.keep)
+    summaries = summarise(results)
+    print(f"\n{accuracy_table(summaries)}\n")
+    return rows(summaries)
 
 
 def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -242,3 +330,10 @@ def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--keep", type=Path)
     return parser.parse_known_args(argv)
+
+
+if __name__ == "__main__":
+    own, rest = own_options(None)
+    across = "age of the data α (versions)"
+    plot = lines("Final accuracy", across, "held-out accuracy", "final_accuracy", r", α = (\d+)")
+    main("offpolicy", __doc__ or "", partial(measure, own), rest, plot=plot)

@@ -236,10 +236,10 @@ async def _answer(received: BufferedByteReceiveStream) -> str:
 
 async def play_episodes(
     make: Callable[[], Environment], engine: TimedEngine, count: int
-) -> tuple[list[Trajectory], float, float]:
+) -> tuple[list[Trajectory], float]:
     """Play `count` episodes at once, as a node does. `make` makes the environment of an episode.
 
-    Returns their trajectories, the seconds that passed, and the processor seconds of this process.
+    Returns their trajectories and the seconds that passed.
     """
     played: list[Trajectory] = []
     player = EpisodePlayer(lambda _: make(), Letters(), engine, SETTINGS, Phases(), now=time.time)
@@ -250,12 +250,12 @@ async def play_episodes(
         assert isinstance(ended, Trajectory), ended
         played.append(ended)
 
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     with rare_garbage_collection():  # As in a node's loop.
         async with sharing("model_service"), anyio.create_task_group() as episodes:
             for number in range(count):
                 episodes.start_soon(one, number)
-    return played, time.perf_counter() - start, time.process_time() - cpu
+    return played, time.perf_counter() - start
 
 
 def agent() -> Agent:
@@ -268,14 +268,14 @@ def measure(args: Args) -> list[Row]:
     """Play the episodes without the endpoint, then with it, and return the rows. `benchmarks.form.main` calls this."""
     count, answer_s = (50, 0.8) if args.quick else (AGENT_COUNT, ANSWER_S)
     without = TimedEngine(answer_s)
-    _, without_s, without_cpu_s = anyio.run(play_episodes, DirectTurns, without, count)
+    _, without_s = anyio.run(play_episodes, DirectTurns, without, count)
     command = [sys.executable, "-m", "benchmarks.real.model_service", "agents"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
             os.environ[DRIVER] = driver.stdout.readline().strip()  # `drive` reads the port from there
             served = TimedEngine(answer_s)
-            played, served_s, served_cpu_s = anyio.run(play_episodes, agent, served, count)
+            played, served_s = anyio.run(play_episodes, agent, served, count)
         finally:
             driver.kill()
     # Measurements of each agent, which `AgentTasks.step` has put into the note of the last turn.
@@ -290,14 +290,10 @@ def measure(args: Args) -> list[Row]:
         # A question begins with the number of its agent; agents with odd numbers have their answers streamed.
         chosen = [name for name in took if int(name.partition("-")[0]) % 2 == parity]
         added_ms = np.array([took[name] - served.took[name] for name in chosen]) * 1e3
-        rows += [
-            Row(f"{case}, {way}", "added_p50_ms", "ms", float(np.percentile(added_ms, 50))),
-            Row(f"{case}, {way}", "added_p99_ms", "ms", float(np.percentile(added_ms, 99)), at_most=MOST_ADDED_MS),
-        ]
+        p99_ms = float(np.percentile(added_ms, 99))
+        rows.append(Row(f"{case}, {way}", "added_p99_ms", "ms", p99_ms, at_most=MOST_ADDED_MS))
     return [
         *rows,
-        Row(case, "added_cpu_per_call_ms", "ms", (served_cpu_s - without_cpu_s) / (count * TURNS) * 1e3),
-        Row(case, "calls_per_s", "1/s", len(took) / served_s),
         Row(
             case, "share_of_throughput_without_endpoint", "share", without_s / served_s, at_least=LEAST_THROUGHPUT_SHARE
         ),

@@ -9,33 +9,47 @@ container.
 Python environment of its own under build/swerex (`benchmarks.sandbox.swerex`). Measurements of both systems take turns.
 While starts with a warm sandbox are timed, the pool makes the next warm sandbox on the same cores.
 
-The engine is the one of DOCKER_HOST, or a Podman service of this benchmark. `--without-swerex` leaves out swe-rex.
+The engine is the one that `flash sandbox` finds: that of DOCKER_HOST, or at a usual socket. `--without-swerex` leaves
+out swe-rex.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import statistics
-from collections.abc import AsyncGenerator, Sequence
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 import anyio
-import msgspec
-import numpy as np
 
-from benchmarks.form import Args, Row
-from benchmarks.sandbox import ours
-from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
+from benchmarks.form import ROOT, Args, Row, main
+from benchmarks.plots import bars
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
-from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox import images
+from envs.sandbox.api import Result, Session, Spec
+from envs.sandbox.engines.backend import Backend, Images
+from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.local_host import LocalHost, open_engine_host
+from envs.sandbox.pool.ownership import Identity, OwnerLock
+from envs.sandbox.pool.pool import SandboxPool, open_pool
+from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.sandbox import Sandbox
+from envs.sandbox.service.service import open_service
+from envs.sandbox.service.web import make_app
+from envs.sandbox.tokens import ADMIN, Token, Tokens
+from flash.http.server import HttpAddress, open_socket, serving
 
-ROUND_TRIP_MS = 1.0
-"""Goal of the median time of a command in an open shell, in milliseconds."""
-SPEEDUP = 50.0
-"""Goal of the speed-up over swe-rex for a command in an open shell."""
+ROUND_TRIP_MS, SPEEDUP = 1.0, 50.0
+"""Goals of a command in an open shell: its median time in milliseconds, and its speed-up over swe-rex."""
 WARM_MS = 20.0
 """Goal of the median time of a start with a warm sandbox, in milliseconds."""
 OVER_ENGINE = 1.3
@@ -44,156 +58,266 @@ LABEL = "flash.benchmark"
 """Label of the containers that no pool makes."""
 WARM_UP = 20
 """Number of commands before the first that is timed."""
+NAMES = {"reference": SWEREX, "ours": "Flash", "bound": "the engine alone"}
+"""Names of the systems in the legend of the plot, by the field of the row."""
+IMAGE = "flash-sandbox-python"
+"""Name of the image of all measurements."""
+ARCHIVES = ROOT / "build" / "sandbox"
+"""Folder of the images' archives, which are kept because making one takes longer than importing it."""
+SPEC = Spec(image=IMAGE)
+"""Description of the sandboxes."""
+COMMAND_S = 60.0
+"""Longest wait for a command, in seconds."""
+READY_S = 120.0
+"""Longest wait for a warm sandbox, in seconds. A sandbox is warm if it has started and nobody uses it yet."""
+FIXED_WARM = HostSettings(warm_max=0)
+"""Settings of a host that keeps a fixed number of sandboxes warm, and does not adapt it to the load."""
+COUNTS = {
+    "rounds": (5, 2),
+    "session": (1000, 200),
+    "fresh": (400, 50),
+    "over_http": (200, 40),
+    "swerex_session": (20, 5),
+    "swerex_execute": (60, 20),
+    "warm": (40, 5),
+    "cold": (20, 2),
+}
+"""Numbers of measurements, in a full and in a quick run: rounds, in which ours and those of swe-rex take turns;
+commands of each kind in each round; starts with a warm sandbox and from nothing."""
+Counts = dict[str, int]
+"""Numbers of COUNTS in this run."""
 
 
-class Size(msgspec.Struct, frozen=True):
-    """Numbers of measurements. Rounds of ours and of swe-rex take turns."""
-
-    rounds: int
-    """Number of rounds."""
-    session: int
-    """Commands in an open shell, in each round."""
-    fresh: int
-    """Commands that are a process each, in each round."""
-    over_http: int
-    """Commands in an open shell over the HTTP service, in each round."""
-    swerex_session: int
-    """Commands of swe-rex in an open shell, in each round."""
-    swerex_execute: int
-    """Commands of swe-rex that are a process each, in each round."""
-    warm: int
-    """Starts with a warm sandbox."""
-    cold: int
-    """Starts from nothing."""
+# -- operations of ours ----------------------------------------------------------------------------------------------
 
 
-FULL = Size(5, 1000, 400, 200, 20, 60, 40, 20)
-"""Numbers of a full run."""
-QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2)
-"""Numbers of `--quick`."""
+def checked(result: Result) -> Result:
+    """Return the result if the command succeeded; else raise RuntimeError, because its time would mean nothing."""
+    if not result.ok:
+        raise RuntimeError(f"a command failed: {result}")
+    return result
 
 
-class Bed(msgspec.Struct, frozen=True):
-    """Engine, labels, peer and sizes, which all measurements share."""
+async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float]:
+    """Return the seconds of each of `count` calls, one after the other. Raises RuntimeError if a command fails."""
+    taken: list[float] = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        result = await call()
+        taken.append(time.perf_counter() - begin)
+        checked(result)
+    return taken
 
-    backend: Backend
-    """Container engine."""
-    labels: dict[str, str]
-    """Labels of the containers, by which containers that are left behind are found."""
-    peer: SweRex | None
-    """Client of swe-rex; None if it is left out."""
-    size: Size
+
+async def session(shell: Session, count: int) -> list[float]:
+    """Return the seconds of each of `count` commands in a shell that stays open."""
+    return await timed(lambda: shell.run("true", timeout=COMMAND_S), count)
 
 
-async def round_trips(bed: Bed) -> list[Row]:
-    """Measure commands in running sandboxes, and return the rows."""
-    size, peer = bed.size, bed.peer
+async def fresh(sandbox: Sandbox, count: int) -> list[float]:
+    """Return the seconds of each of `count` commands, each a process of its own."""
+    return await timed(lambda: sandbox.run(["true"], timeout=COMMAND_S), count)
+
+
+async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
+    """Return the seconds from nothing to the result of a first command in a new sandbox."""
+    begin = time.perf_counter()
+    async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
+        result = await sandbox.run(["true"], timeout=COMMAND_S)
+        taken = time.perf_counter() - begin
+    checked(result)
+    return taken
+
+
+async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
+    """Return the seconds of the engine to make and start the same container, without our agent in it."""
+    begin = time.perf_counter()
+    container_id = await backend.containers.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
+    try:
+        await backend.containers.start(container_id)
+        return time.perf_counter() - begin
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.containers.delete(container_id)
+
+
+@asynccontextmanager
+async def open_local_pool(
+    backend: Backend, settings: HostSettings | None = None, warm: Sequence[tuple[Spec, int]] = ()
+) -> AsyncGenerator[tuple[SandboxPool, LocalHost]]:
+    """Open a pool like the one of the sandbox service, with this machine as its only host.
+
+    Args:
+        backend: container engine.
+        settings: settings of the host; None: the defaults.
+        warm: sandboxes that the host keeps warm, and the number of each.
+    """
+    with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
+        identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
+        async with (
+            open_engine_host(backend, identity, name="here", settings=settings, warm=warm) as host,
+            open_pool([host]) as pool,
+        ):
+            yield pool, host
+
+
+@asynccontextmanager
+async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
+    """Provide a sandbox of a service over HTTP at loopback. Service and client are in this process."""
+    token, address = uuid4().hex, HttpAddress(port=0)
+    async with (
+        open_local_pool(backend, FIXED_WARM) as (pool, _),
+        open_service(pool, Tokens({ADMIN: Token(token)})) as service,
+        serving(make_app(service), open_socket(address), address) as url,
+        SandboxClient(url, token) as client,
+        client.acquire(SPEC, deadline=READY_S) as sandbox,
+    ):
+        yield sandbox
+
+
+async def warm_starts(backend: Backend, count: int) -> list[float]:
+    """Return the seconds of `count` starts in a pool that has a warm sandbox.
+
+    The time of a start is from the request of a sandbox to the result of its first command.
+    """
+    taken: list[float] = []
+    async with open_local_pool(backend, FIXED_WARM, [(SPEC, 1)]) as (pool, host):
+        for _ in range(count):
+            # The request before took the only warm sandbox. The host makes the next one in the background, and
+            # `pool.state` gets a new version when that sandbox is warm.
+            with anyio.fail_after(READY_S):
+                while not sum(host.report().warm.values()):
+                    await pool.state.changed_since(pool.state.version)
+            begin = time.perf_counter()
+            async with pool.acquire(SPEC, deadline=READY_S) as sandbox:
+                result = await sandbox.run(["true"], timeout=COMMAND_S)
+                taken.append(time.perf_counter() - begin)
+                checked(result)
+    return taken
+
+
+# -- the comparison --------------------------------------------------------------------------------------------------
+
+
+async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex | None, counts: Counts) -> list[Row]:
+    """Measure commands in running sandboxes, and return the rows.
+
+    `labels` are those of the containers, by which containers that are left behind are found. `peer` is None if swe-rex
+    is left out.
+    """
     # Seconds of each command: in a shell of ours, as a process, in a shell over HTTP; and those of swe-rex.
-    session: list[float] = []
-    fresh: list[float] = []
+    in_shell: list[float] = []
+    alone: list[float] = []
     http: list[float] = []
     their_session: list[float] = []
     their_execute: list[float] = []
     async with (
-        LocalSandbox(bed.backend, ours.SPEC, labels=bed.labels) as sandbox,
+        LocalSandbox(backend, SPEC, labels=labels) as sandbox,
         sandbox.session() as shell,
-        ours.over_http(bed.backend) as remote,
+        over_http(backend) as remote,
         remote.session() as remote_shell,
     ):
-        await ours.session(shell, WARM_UP)
-        await ours.session(remote_shell, WARM_UP)
+        await session(shell, WARM_UP)
+        await session(remote_shell, WARM_UP)
         if peer is not None:
             await peer.start()
             await peer.open_session()
             await peer.session(1)
-        for _ in range(size.rounds):
-            session += await ours.session(shell, size.session)
-            fresh += await ours.fresh(sandbox, size.fresh)
-            http += await ours.session(remote_shell, size.over_http)
+        for _ in range(counts["rounds"]):
+            in_shell += await session(shell, counts["session"])
+            alone += await fresh(sandbox, counts["fresh"])
+            http += await session(remote_shell, counts["over_http"])
             if peer is not None:
-                their_session += await peer.session(size.swerex_session)
-                their_execute += await peer.execute(size.swerex_execute)
+                their_session += await peer.session(counts["swerex_session"])
+                their_execute += await peer.execute(counts["swerex_execute"])
         if peer is not None:
             await peer.stop()
-    return [
-        *latencies("command in a session", "round_trip", session, their_session, ROUND_TRIP_MS),
-        *speedup("command in a session", session, their_session, SPEEDUP),
-        *latencies("fresh command", "round_trip", fresh, their_execute),
-        *speedup("fresh command", fresh, their_execute),
-        *latencies("command in a session, over HTTP", "round_trip", http, their_session),
+    rows = [
+        median("command in a session", "round_trip", in_shell, their_session, ROUND_TRIP_MS),
+        median("fresh command", "round_trip", alone, their_execute),
+        median("command in a session, over HTTP", "round_trip", http, their_session),
     ]
+    if their_session:
+        ratio = statistics.median(their_session) / statistics.median(in_shell)
+        rows.append(Row("command in a session", "speedup", "x", ratio, at_least=SPEEDUP))
+    return rows
 
 
-async def starts(bed: Bed) -> list[Row]:
-    """Measure how long it takes to get a sandbox, and return the rows."""
+async def starts(backend: Backend, labels: dict[str, str], peer: SweRex | None, counts: Counts) -> list[Row]:
+    """Measure how long it takes to get a sandbox, and return the rows. The parameters are those of `round_trips`."""
     # Seconds of each start from nothing: of ours, of the engine alone, and of swe-rex.
     cold: list[float] = []
     bare: list[float] = []
     theirs: list[float] = []
-    # The first of each reads files that the machine has not read yet.
-    await ours.cold_start(bed.backend, bed.labels)
-    await ours.engine_start(bed.backend, bed.labels)
-    if bed.peer is not None:
-        await bed.peer.start()
-        await bed.peer.stop()
-    for _ in range(bed.size.cold):
-        cold.append(await ours.cold_start(bed.backend, bed.labels))
-        bare.append(await ours.engine_start(bed.backend, bed.labels))
-        if bed.peer is not None:
-            theirs.append(await bed.peer.start())
-            await bed.peer.stop()
-    warm = await ours.warm_starts(bed.backend, bed.size.warm)
-    engine_ms = statistics.median(bare) * 1e3
-    ratio = statistics.median(cold) / statistics.median(bare)
-    case = "start to first command"
+    for number in range(counts["cold"] + 1):
+        ours_s, bare_s = await cold_start(backend, labels), await engine_start(backend, labels)
+        their_s = 0.0
+        if peer is not None:
+            their_s = await peer.start()
+            await peer.stop()
+        if number == 0:
+            continue  # the first of each reads files that the machine has not read yet
+        cold.append(ours_s)
+        bare.append(bare_s)
+        theirs += [] if peer is None else [their_s]
+    warm = await warm_starts(backend, counts["warm"])
+    engine_s, case = statistics.median(bare), "start to first command"
+    ratio = statistics.median(cold) / engine_s
     return [
-        *latencies(f"{case}, one ready", "start", warm, theirs, WARM_MS),
-        *speedup(f"{case}, one ready", warm, theirs),
-        *latencies(f"{case}, from nothing", "start", cold, theirs, bound=engine_ms),
+        median(f"{case}, one ready", "start", warm, theirs, WARM_MS),
+        median(f"{case}, from nothing", "start", cold, theirs, bound=engine_s * 1e3),
         Row(f"{case}, from nothing", "start_ratio", "x the engine", ratio, at_most=OVER_ENGINE),
-        *speedup(f"{case}, from nothing", cold, theirs),
     ]
 
 
-def latencies(
+def median(
     case: str,
     what: str,
     seconds: Sequence[float],
     reference: Sequence[float],
     goal_ms: float | None = None,
     bound: float | None = None,
-) -> list[Row]:
-    """Return rows with the median and the 99th percentile, in milliseconds.
+) -> Row:
+    """Return a row with the median in milliseconds.
 
     Args:
-        case: name of the rows.
-        what: beginning of the metrics' names: the thing that was timed.
+        case: name of the row.
+        what: beginning of the metric's name: the thing that was timed.
         seconds: times of Flash.
         reference: times of swe-rex; empty if it was not measured.
         goal_ms: goal of the median; None: no goal.
         bound: least possible median, in milliseconds; None if it is not known.
     """
-    median, p99 = milliseconds(seconds)
-    other_median, other_p99 = milliseconds(reference) if reference else (None, None)
-    return [
-        Row(case, f"{what}_ms_median", "ms", median, other_median, at_most=goal_ms, bound=bound),
-        Row(case, f"{what}_ms_p99", "ms", p99, other_p99),
-    ]
+    other = statistics.median(reference) * 1e3 if reference else None
+    ours_ms = statistics.median(seconds) * 1e3
+    return Row(case, f"{what}_ms_median", "ms", ours_ms, other, at_most=goal_ms, bound=bound)
 
 
-def speedup(case: str, seconds: Sequence[float], reference: Sequence[float], goal: float | None = None) -> list[Row]:
-    """Return a row with the ratio of the medians, swe-rex's over ours; no row if `reference` is empty."""
-    if not reference:
-        return []
-    return [Row(case, "speedup", "x", statistics.median(reference) / statistics.median(seconds), at_least=goal)]
+async def ensure_image(stored: Images, name: str = IMAGE) -> None:
+    """Make an image, unless the engine has it. `stored` are the engine's images, `name` a key of `images.RECIPES`.
+
+    Raises:
+        ConfigError: its packages cannot be had.
+    """
+    if any(name in names for names in await stored.list({})):
+        return
+    print(f"making image {name} (once per engine)", flush=True)
+    await stored.make(await anyio.to_thread.run_sync(_archive, name), name)
 
 
-def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the median and the 99th percentile in milliseconds."""
-    return statistics.median(seconds) * 1e3, float(np.percentile(seconds, 99)) * 1e3
+def _archive(name: str) -> Path:
+    """Return the archive of an image's root file system, kept from an earlier call if the same recipe made it."""
+    recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
+    file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
+    if not file.exists():
+        ARCHIVES.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        images.build(images.RECIPES[name], unfinished)
+        unfinished.rename(file)
+    return file
 
 
-async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
+async def in_containers(url: str, with_swerex: bool, counts: Counts) -> list[Row]:
     """Measure on the engine at `url`. Raises RuntimeError if a container is left behind."""
     labels = {LABEL: uuid4().hex}  # a new value, by which the containers of this run are found
     async with DockerBackend(url) as backend:
@@ -201,8 +325,8 @@ async def in_containers(url: str, with_swerex: bool, size: Size) -> list[Row]:
         info = await backend.info()
         print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
         async with _peer(backend, url, labels, with_swerex) as peer:
-            bed = Bed(backend, labels, peer, size)
-            rows = [*await round_trips(bed), *await starts(bed)]
+            rows = await round_trips(backend, labels, peer, counts)
+            rows += await starts(backend, labels, peer, counts)
         if left := await backend.containers.list(labels):
             raise RuntimeError(f"{len(left)} containers were left behind: {', '.join(each.name for each in left)}")
     return rows
@@ -216,19 +340,23 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
         yield None
         return
     # The version of Python in the image, with which swe-rex's packages must agree.
-    async with LocalSandbox(backend, ours.SPEC, labels=labels) as sandbox:
+    async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
         command = ["python3", "-c", "import platform; print(platform.python_version())"]
-        result = ours.checked(await sandbox.run(command, timeout=ours.COMMAND_S))
+        result = checked(await sandbox.run(command, timeout=COMMAND_S))
     image_python = result.stdout.decode().strip()
-    async with connected(url, ours.SPEC, labels, image_python) as peer:
+    async with connected(url, SPEC, labels, image_python) as peer:
         print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
         yield peer
 
 
 def measure(with_swerex: bool, args: Args) -> list[Row]:
-    """Measure on the engine of DOCKER_HOST, or on one of this benchmark's own. `benchmarks.form.main` calls this."""
-    with engine() as url:
-        return anyio.run(in_containers, url, with_swerex, QUICK if args.quick else FULL)
+    """Measure on the engine of this machine. `benchmarks.form.main` calls this.
+
+    Raises:
+        ConfigError: there is no engine.
+    """
+    counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
+    return anyio.run(in_containers, find_engine(), with_swerex, counts)
 
 
 def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:
@@ -237,3 +365,11 @@ def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:
     parser.add_argument("--without-swerex", action="store_true")
     own, rest = parser.parse_known_args(argv)
     return not own.without_swerex, rest
+
+
+if __name__ == "__main__":
+    with_swerex, rest = arguments(sys.argv[1:])
+    plot = bars("Time until the answer, logarithmic", "median, ms", "_ms_median", names=NAMES, log=True)
+    # Without the peer there is nothing to draw.
+    run = partial(measure, with_swerex)
+    main("sandbox", __doc__ or "", run, rest, plot=plot if with_swerex else None)

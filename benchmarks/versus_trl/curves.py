@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import Row, new_picture, save_picture
+from benchmarks.form import Row
+from benchmarks.plots import new_picture, save_picture
 from flash.errors import ConfigError
 from flash.observe.stats import Interval, mean_interval
 

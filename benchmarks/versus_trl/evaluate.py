@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.versus_trl.problems import Prompt, held_out_seeds, prompts, rewards
+from benchmarks.episodes import Prompt, held_out_seeds, prompts, rewards
 from flash.config.tree import Config
 from flash.observe.stats import Interval, mean_interval
 

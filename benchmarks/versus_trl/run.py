@@ -21,13 +21,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import RESULTS, WORKLOADS, Args, Row, run_command
-from benchmarks.training import PINNED
+from benchmarks.form import RESULTS, WORKLOADS, Args, Row, main, run_command
 from benchmarks.versus_trl import curves, environment
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -43,18 +43,9 @@ CASES = {
     "real": Case(title="SmolLM2-135M-Instruct, instructions of form", accuracy=0.6, goal=1.25),
 }
 """Workloads, with the accuracy that both systems must reach and the goal of the speed-up."""
-A_CORE_EACH = {"Flash, a core each": PINNED}
-"""Flash with the node loop and its engine on one core, and the trainer on the other. Without these settings only the
-threads of the model are tied to a core."""
 OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
-    "short": {"TRL": TrlChoices(micro_batches=4), **A_CORE_EACH},
-    "long": {
-        "TRL": TrlChoices(micro_batches=8, continuous_batching=True),
-        "TRL, 3 batches per generation": TrlChoices(
-            micro_batches=8, continuous_batching=True, batches_per_generation=3
-        ),
-        **A_CORE_EACH,
-    },
+    "short": {"TRL": TrlChoices(micro_batches=4)},
+    "long": {"TRL": TrlChoices(micro_batches=8, continuous_batching=True)},
     "real": {
         "TRL": TrlChoices(micro_batches=4),
         "Flash, synchronous": ["train.async_ratio=0", "cluster.node_cpus=[0,1]", "cluster.trainer_cpus=[0,1]"],
@@ -62,10 +53,9 @@ OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
 }
 """Systems that Flash is compared with: TRL, or Flash with other settings, so that all cores generate and then train.
 
-TRL with the newest weights for each batch, and on long answers also with data as old as Flash's. The settings are
-those that took the least CPU here. Per batch, on one core: short answers 0.6 s to generate (continuous batching 5 s)
-and 1.2 s to train (in one part 1.6 s); long ones 4 s with continuous batching, 11 s with a static cache, 22 s with the
-default one, and 6 s to train (in one part 9 s)."""
+TRL has the newest weights for each batch. Its settings are those that took the least CPU here. Per batch, on one core:
+short answers 0.6 s to generate (continuous batching 5 s) and 1.2 s to train (in one part 1.6 s); long ones 4 s with
+continuous batching, 11 s with a static cache, 22 s with the default one, and 6 s to train (in one part 9 s)."""
 SEEDS = (0, 1, 2)
 """Seeds of full runs: one alone says little, because the time to an accuracy depends on the samples."""
 QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
@@ -232,3 +222,9 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[int], lis
     parser.add_argument("--seed", type=int, action="append")
     own, rest = parser.parse_known_args(argv)
     return own.case or [*CASES], own.system or systems, own.seed or [], rest
+
+
+if __name__ == "__main__":
+    cases, systems, seeds, rest = arguments(sys.argv[1:])
+    plot = partial(draw, "--quick" in rest)
+    main("versus_trl", __doc__ or "", partial(compare, cases, systems, seeds), rest, plot=plot)

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]: as above
 
+from benchmarks.episodes import held_out_seeds, prompts, rewards, training_seeds
 from benchmarks.versus_trl.evaluate import as_text
-from benchmarks.versus_trl.problems import held_out_seeds, prompts, rewards, training_seeds
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from flash.config.load import load
 from flash.config.tree import Config
@@ -39,7 +39,7 @@ SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 class Scorer:
     """Reward function of TRL that returns the environment's rewards. Records rewards and lengths of each generation.
 
-    A generation has the samples of `batches_per_generation` batches. TRL scores all of them at once.
+    A generation has the samples of a batch. TRL scores all of them at once.
     """
 
     __name__ = "environment"
@@ -105,7 +105,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     scorer = Scorer(config)
     clock = TimedSaves(out / "weights", config, scorer)
     trainer = build(config, choices, out, clock, scorer)
-    warm_up(trainer, config, config.train.batch_size * choices.batches_per_generation)
+    warm_up(trainer, config, config.train.batch_size)
     trainer.train()
     report = {
         "seconds": clock.seconds,

@@ -27,9 +27,6 @@ class TrlChoices(msgspec.Struct, frozen=True):
     """Parts in which a batch goes through the forward and backward pass."""
     continuous_batching: bool = False
     """Generate with transformers' continuous batching instead of one padded batch."""
-    batches_per_generation: int = 1
-    """Batches whose answers are generated together. More than one makes fewer and fuller generations; the last batch
-    is then `batches_per_generation` − 1 versions old when it is trained, as with that asynchronous ratio."""
 
 
 def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
         "per_device_train_batch_size": train.batch_size // choices.micro_batches,
         "gradient_accumulation_steps": choices.micro_batches,
         # TRL's steps are forward and backward passes here.
-        "steps_per_generation": choices.micro_batches * choices.batches_per_generation,
+        "steps_per_generation": choices.micro_batches,
         "num_generations": rollout.group_size,
         "num_iterations": 1,
         "max_completion_length": rollout.max_new_tokens,

@@ -7,16 +7,43 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated.configure import TWO_ENGINES, configure, run_world
+from flash.config.tree import Config
 from flash.rollout.concurrency import DEVIATIONS, EDGES, PRIOR, ConcurrencyLimit, ResponseLengths
 from flash.rollout.engine import Pressure
+from flash.simulate.clock import run_virtual
+from flash.simulate.report import SimReport
+from flash.simulate.world import World
 
 CACHE = 10_000
+TWO_ENGINES = {
+    "gpus": 3,
+    "rollout_gpus": 2,
+    "nodes": 1,
+    "step_s": 0.02,
+    "sequence_s": 0.0,
+    "context_s": 0.0,
+    "prefill_s": 0.0,
+    "swap_s": 0.1,
+    "train_token_s": 0.0,
+}
+"""Two engines and one trainer whose time is easily computed: only decoding steps, swaps and training steps."""
+
+
+def run_world(config: Config) -> tuple[World, SimReport]:
+    """Simulate a run; return its world and its report."""
+
+    async def run() -> tuple[World, SimReport]:
+        """Run the simulation on the virtual clock."""
+        world = World(config)
+        return world, world.report(await world.run())
+
+    return run_virtual(run)
 
 
 def pressure(kv_used: float, *, waiting: int = 0, kv_tokens: int = CACHE) -> Pressure:
@@ -185,13 +212,16 @@ def test_a_response_that_moves_away_is_no_end() -> None:
     ],
 )
 def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: object) -> None:
-    config = configure(
-        run={"name": "limit", "steps": 12, "seed": 3},
-        rollout={"group_size": 8, "max_new_tokens": 3000},
-        train={"batch_size": 64, "async_ratio": 4},
-        engine={"max_sequences": 256, "stream_interval": 64},
-        simulate=TWO_ENGINES | {"kv_tokens": 20_000, "response_tokens": responses, "train_step_s": 1.0},
-    )
+    tables = {
+        "run": {"name": "limit", "steps": 12, "seed": 3},
+        "model": {"path": "none", "max_length": 1 << 20},
+        "env": {"path": "none:None"},
+        "rollout": {"group_size": 8, "max_new_tokens": 3000},
+        "train": {"batch_size": 64, "async_ratio": 4},
+        "engine": {"max_sequences": 256, "stream_interval": 64},
+        "simulate": TWO_ENGINES | {"kv_tokens": 20_000, "response_tokens": responses, "train_step_s": 1.0},
+    }
+    config = msgspec.convert(tables, Config)
     world, report = run_world(config)
     assert len(world.engines) == 2
     assert sum(engine.pressure.preemptions for engine in world.engines) < report.samples

@@ -1,4 +1,4 @@
-"""Planned memory of a rank. benchmarks/gpu/memory.py compares it with a card's."""
+"""Planned memory of a rank. benchmarks/gpu/steps.py compares it with a card's."""
 
 from __future__ import annotations
 

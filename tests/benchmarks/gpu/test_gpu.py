@@ -7,21 +7,10 @@ from functools import partial
 
 import pytest
 
+from benchmarks.episodes import GROUP_SIZE, random_shard
 from benchmarks.gpu.__main__ import main, parts
-from benchmarks.gpu.sizes import SMALL, TINY, Sizes, mixture_model, random_model, weight_bytes
-from benchmarks.gpu.steps import GROUP_SIZE, random_shard
+from benchmarks.gpu.sizes import TINY, Sizes, mixture_model, random_model, weight_bytes
 from flash.config.machine import count_gpus
-
-
-@pytest.mark.parametrize("shape", [SMALL, TINY])
-def test_the_weights_that_count_are_those_of_the_model(shape):
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(shape.config())
-    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
-    assert matrices == shape.layer_weights + shape.width * shape.vocabulary
 
 
 def test_the_batch_keeps_the_counts_and_the_ages_that_it_states() -> None:
@@ -67,7 +56,6 @@ def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
     assert main(["mfu", "exact", "--quick", "--json", str(file)]) == 0
     found = {row["metric"]: row["ours"] for row in json.loads(file.read_text())["rows"]}
     assert found["step_s"] > 0
-    assert 0 < found["of_one_large_product"] < 1
     assert found["same_again"] == 1
     kinds = {"lora", "speculation", "filters", "moved", "weights-moved", "deltas", "fp8", "routing"}
     assert set(parts(tmp_path)) == {"mfu", "exact", "memory", "job-tiny", "engine", "job-model"} | kinds
@@ -75,7 +63,7 @@ def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
 
 @pytest.mark.integration
 def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
     from flash.config.tree import TinyModelConfig
     from flash.trainer.model.tiny_model import make_tiny_model
@@ -85,9 +73,8 @@ def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
     folder = random_model(tmp_path / "random", TINY, tmp_path / "tiny")
     assert AutoConfig.from_pretrained(folder).eos_token_id is None
     assert AutoTokenizer.from_pretrained(folder).eos_token_id is None
-    weights = TINY.layer_weights + TINY.width * TINY.vocabulary
-    norms = TINY.layers * (2 * TINY.width + 2 * TINY.head_dim) + TINY.width
-    assert weight_bytes(folder, 2) == 2 * (weights + norms)
+    weights = sum(weight.numel() for weight in Qwen3ForCausalLM(TINY.config()).parameters())
+    assert weight_bytes(folder, 2) == 2 * weights
 
 
 @pytest.mark.integration

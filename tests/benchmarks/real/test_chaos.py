@@ -10,26 +10,28 @@ import msgspec
 import pytest
 
 from benchmarks.form import ROOT
-from benchmarks.real.chaos import JobResult, main, rows
-from benchmarks.real.chaos_cluster import WORKLOAD
-from benchmarks.real.chaos_faults import (
-    KINDS,
-    LONGEST_S,
-    SHORTEST_S,
-    TARGET_HOSTS,
-    InjectedFault,
-    one_of_each,
-    plan,
-    role,
-)
-from benchmarks.real.chaos_judge import (
+from benchmarks.real.chaos import (
+    JobResult,
     Left,
     Trained,
     Verdict,
     judge,
     left_by,
+    main,
+    rows,
     stretches,
     tokens_per_second,
+)
+from benchmarks.real.chaos_job import (
+    KINDS,
+    LONGEST_S,
+    SHORTEST_S,
+    TARGET_HOSTS,
+    WORKLOAD,
+    Fault,
+    one_of_each,
+    plan,
+    role,
 )
 from flash.config.load import load
 from flash.observe.rundir.recording import write_batch
@@ -192,7 +194,7 @@ def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_tiny_exampl
 
 
 def test_the_goals_are_missed_by_one() -> None:
-    injected = [InjectedFault("kill hub", 0, 100.2, 0.0, 1)]
+    injected = [Fault(100.2, "kill", "hub", 0)]
     bad = msgspec.structs.replace(
         SOUND,
         ledger={**LEDGER, "issued": 9, "generated_tokens": 30},

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks.form import Row
-from benchmarks.simulated.figure import COLORS, bars, lines
+from benchmarks.plots import COLORS, bars, lines
 from benchmarks.simulated.peers import roll_agentic as agentic
 from benchmarks.simulated.peers.areal import Rules as ArealRules
 from benchmarks.simulated.peers.areal import areal, capacity

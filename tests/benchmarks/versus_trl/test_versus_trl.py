@@ -5,10 +5,10 @@ import warnings
 import anyio
 import pytest
 
+from benchmarks import episodes as versus_trl_problems
 from benchmarks.form import Args
 from benchmarks.versus_trl import curves as versus_trl_curves
 from benchmarks.versus_trl import environment as versus_trl_environment
-from benchmarks.versus_trl import problems as versus_trl_problems
 from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
 from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, arguments, configured, label
@@ -213,18 +213,6 @@ def test_what_trl_cannot_do_alike_is_refused(override):
         grpo_arguments(workload("short", override), TrlChoices())
 
 
-def test_generating_for_three_batches_leaves_the_batch_as_it_is():
-    config = workload("long")
-    given = grpo_arguments(config, TrlChoices(micro_batches=4, batches_per_generation=3))
-    assert given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] == config.train.batch_size
-    assert given["per_device_train_batch_size"] * given["steps_per_generation"] == 3 * config.train.batch_size
-
-
-def test_the_oldest_data_of_trl_are_no_younger_than_flashs():
-    batches = OTHERS["long"]["TRL, 3 batches per generation"].batches_per_generation
-    assert batches - 1 == workload("long").train.async_ratio
-
-
 def test_a_batch_is_cut_into_whole_groups():
     with pytest.raises(ValueError, match="cannot be cut into 3 parts"):
         grpo_arguments(workload("short"), TrlChoices(micro_batches=3))
@@ -390,7 +378,7 @@ def test_weights_are_kept_of_every_evaluated_step(case):
 
 
 def test_the_arguments_of_the_comparison_leave_the_others_alone():
-    systems = ["Flash", "TRL", "Flash, a core each", "TRL, 3 batches per generation", "Flash, synchronous"]
+    systems = ["Flash", "TRL", "Flash, synchronous"]
     assert arguments([]) == (["short", "long", "real"], systems, [], [])
     assert arguments(["--case", "long", "--system", "TRL", "--quick", "--seed", "2", "--json", "x"]) == (
         ["long"],

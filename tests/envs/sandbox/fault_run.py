@@ -26,13 +26,14 @@ import anyio.to_thread
 import msgspec
 
 from benchmarks.form import ROOT
-from benchmarks.sandbox.engine import PodmanEngine, Process, ensure_image, send_kill
+from benchmarks.sandbox.run import ensure_image
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
 from flash.errors import SandboxError
 from tests.envs.sandbox.fault_tally import Tally
+from tests.envs.sandbox.podman import PodmanEngine, Process, send_kill
 
 SERVE_S = 60.0
 """Seconds for the service to say that it listens."""

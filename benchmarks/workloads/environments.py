@@ -1,21 +1,52 @@
-"""TextWorld as a remote simulator, whose steps answer late: the environment of the benchmark `real_textworld`.
+"""Environments of the workloads in this folder.
 
-TextWorld itself answers within milliseconds, so each step waits for a delay, which is drawn at random. A draw depends
-on the seed of the problem, on the number of instances of that problem that the process had before, and on the turn. So
-members of a group have different delays, and runs over the same problems have the same ones. Held-out problems answer
-at once, so that evaluations take little time.
+`PaddedArithmetic` (`async_vs_sync.toml`) has sums whose prompts have a chosen length. `RemoteTextWorld`
+(`real_textworld.toml`) is TextWorld as a remote simulator, whose steps answer late. TextWorld itself answers within
+milliseconds, so each step waits for a delay, which is drawn at random. A draw depends on the seed of the problem, on
+the number of instances of that problem that the process had before, and on the turn. So members of a group have
+different delays, and runs over the same problems have the same ones. Held-out problems answer at once, so that
+evaluations take little time.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import anyio
 
+from envs.arithmetic import Arithmetic, ArithmeticOptions
 from envs.textworld import TextWorld, TextWorldOptions
 from flash.config.simulate import Distribution, sampler, uniform
-from flash.environment import Info, StepResult, is_held_out
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.types import Observation
+
+
+class PaddedOptions(ArithmeticOptions, frozen=True, kw_only=True):
+    """Options of `PaddedArithmetic`."""
+
+    padding: int = 0
+    """Number of digits in front of each problem, one token each."""
+
+
+class PaddedArithmetic(Arithmetic):
+    """Sums with random digits in front, such as `80417=12+34=`. The digits mean nothing.
+
+    A longer prompt makes training heavier faster than generation: an engine reads the tokens of a prompt at once, in
+    one forward pass, while the trainer also needs their backward pass. Groups are small in this workload, because the
+    trainer computes the prompt of a group once for all its samples. So the digits differ from problem to problem, too.
+    """
+
+    def __init__(self, options: PaddedOptions) -> None:
+        super().__init__(options)
+        self._padding = options.padding
+
+    def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
+        """Draw a problem, and put digits in front of it."""
+        problem = super()._draw(rng, held_out)
+        digits = "".join(rng.choices("0123456789", k=self._padding))
+        return SolvedExample(f"{digits}={problem.prompt}", problem.answer)
+
 
 _instances: Counter[int] = Counter()
 """Number of instances of each seed in this process."""

@@ -1,15 +1,12 @@
-"""Container engines of the sandbox benchmarks and tests: the engine of DOCKER_HOST, or a Podman service of their own.
+"""A Podman service of a test's own, which can be killed and started again on the same storage.
 
-The service keeps its storage in a new folder under /var/tmp, so it shares no container with another engine. It can be
-killed and started again on the same storage. An engine does not know a process that outlives its container. Such a
-process is found by the name of the folder, in its command line or in the mount of its root. The service needs root and
-Debian's `podman` and `runc`. Images are made of Debian packages by `envs.sandbox.images`. Their archives are kept under
-build/sandbox, because making one takes longer than importing it.
+Its storage is a new folder under /var/tmp, so it shares no container with another engine. An engine does not know a
+process that outlives its container. Such a process is found by the name of the folder, in its command line or in the
+mount of its root. The service needs root and Debian's `podman` and `runc`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -17,23 +14,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
-import anyio
 import msgspec
 
-from benchmarks.form import ROOT, terminated_like_interrupted
-from envs.sandbox import images
-from envs.sandbox.engines.backend import Images
 from flash.errors import ConfigError
 
-ARCHIVES = ROOT / "build" / "sandbox"
-"""Folder of the images' archives."""
-IMAGE = "flash-sandbox-python"
-"""Name of the image of all measurements."""
 ANSWER_S = 60.0
 """Longest wait for a service to answer after its start."""
 REMOVE_S = 20.0
@@ -45,58 +34,6 @@ COMMAND_S = 300.0
 
 Kind = Literal["agent", "conmon", "exec conmon", "runtime", "inside", "engine"]
 """Kind of a process of an engine; see `Process.kind`."""
-
-
-@contextmanager
-def engine() -> Generator[str]:
-    """Provide the address of an engine: DOCKER_HOST, or a service that ends with the block, also on ctrl-C and SIGTERM.
-
-    Raises:
-        ConfigError: there is no engine, and Podman is missing or does not start.
-    """
-    if url := os.environ.get("DOCKER_HOST"):
-        yield url
-        return
-    missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)} not found: `apt-get install podman runc`, or set DOCKER_HOST")
-    with terminated_like_interrupted():
-        podman = PodmanEngine()
-        try:
-            podman.open()
-            yield podman.url
-        finally:
-            # A second ctrl-C must not stop the clean-up after the first.
-            before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                podman.close()
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-
-async def ensure_image(stored: Images, name: str = IMAGE) -> None:
-    """Make an image, unless the engine has it. `stored` are the engine's images, `name` a key of `images.RECIPES`.
-
-    Raises:
-        ConfigError: its packages cannot be had.
-    """
-    if any(name in names for names in await stored.list({})):
-        return
-    print(f"making image {name} (once per engine)", flush=True)
-    await stored.make(await anyio.to_thread.run_sync(_archive, name), name)
-
-
-def _archive(name: str) -> Path:
-    """Return the archive of an image's root file system, kept from an earlier call if the same recipe made it."""
-    recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
-    file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
-    if not file.exists():
-        ARCHIVES.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        images.build(images.RECIPES[name], unfinished)
-        unfinished.rename(file)
-    return file
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -185,8 +122,10 @@ class PodmanEngine:
     def close(self) -> None:
         """Remove the containers, end the service and all other processes of the engine, and remove its files.
 
-        Mounts and files are removed within REMOVE_S; the name of a folder that is left is printed. It may be called
-        before `open`.
+        Mounts and files are removed within REMOVE_S. It may be called before `open`.
+
+        Raises:
+            RuntimeError: the folder is still there.
         """
         if self._options:
             with suppress(subprocess.TimeoutExpired):  # the lines below end the containers' processes too
@@ -203,7 +142,7 @@ class PodmanEngine:
             shutil.rmtree(self.folder, ignore_errors=True)
             time.sleep(LOOK_S)
         if self.folder.exists():
-            print(f"{self.folder} could not be removed", flush=True)
+            raise RuntimeError(f"{self.folder} could not be removed")
 
     def processes(self) -> list[Process]:
         """Return all processes of the engine, except its service. Processes that Podman has forgotten are included."""
@@ -219,7 +158,7 @@ class PodmanEngine:
         return found
 
     def external(self) -> list[str]:
-        """Return the names of containers that the storage has and the engine does not know. Only tests call this."""
+        """Return the names of containers that the storage has and the engine does not know."""
         listed = self._podman(self._options, "ps", "--all", "--external", "--format", "{{.Names}} {{.Status}}")
         lines = listed.stdout.decode().splitlines()
         return [line.split()[0] for line in lines if line.split()[-1:] == ["Storage"]]

@@ -1,24 +1,30 @@
-"""Job of the chaos run: its commands on three hosts, its faults, and its end.
+"""Job of the chaos run: its faults, its commands on three hosts, and its end.
 
-`benchmarks.real.chaos` makes a `Job` for the calm run and for the run with faults. Each command that ends is started
-again after a few seconds, as the manager of a cluster would do it. This module repairs nothing else.
+`benchmarks.real.chaos` plans faults with this module; the plan follows from a seed. It makes a `Job` for the calm run
+and for the run with faults. Each command that ends is started again after a few seconds, as the manager of a cluster
+would do it. This module repairs nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import anyio
+import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS
-from benchmarks.real.chaos_faults import Fault, InjectedFault, Target, role
 from benchmarks.rig.hosts import Hosts
+from flash.foreign.vllm_processes import WORKER_TITLE
 from flash.observe.rundir.rundir import RunDirectory
 
 NAMES = ("first", "second", "third")
@@ -41,6 +47,112 @@ LAST_LAUNCH_S = 300.0
 """Longest wait for the end of the last launch."""
 EXPECTED_CODES = (0, 130, -signal.SIGINT, -signal.SIGKILL)
 """Exit codes of a command that has finished, was interrupted, or was killed, which only this benchmark does."""
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+Target = Literal["trainer", "hub", "node", "core", "worker", "launcher", "network"]
+"""Part of the run that a fault hits; `TARGET_HOSTS` describes them."""
+How = Literal["kill", "stop", "cut", "half cut"]
+"""`kill`: SIGKILL. `stop`: SIGSTOP and later SIGCONT. `cut` and `half cut`: nothing passes a host's link, in both
+directions or in one."""
+
+TARGET_HOSTS: dict[Target, tuple[int, ...]] = {
+    "trainer": (0,),
+    "hub": (0,),
+    "node": (1, 2),
+    "core": (0, 1, 2),
+    "worker": (0, 1, 2),
+    "launcher": (0, 1, 2),
+    "network": (0, 1, 2),
+}
+"""Hosts of each target: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it,
+`flash train` itself, and a host's link."""
+
+PROCESSES: tuple[Target, ...] = tuple(target for target in TARGET_HOSTS if target != "network")
+"""Targets that are processes."""
+
+Kind = tuple[How, Target]
+"""Kind of a fault: what is done, and to which part of the run."""
+
+KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
+"""All kinds of faults."""
+
+GAP_S = 20.0
+"""Mean seconds between two faults."""
+SHORTEST_S, LONGEST_S = 5.0, 90.0
+"""Seconds of a stop or a cut. Their logarithm is uniform, so that short times are as frequent as long ones."""
+ROLES: tuple[Target, ...] = ("hub", "node", "trainer")
+"""Targets that a launcher starts. The command line of such a process has the name of its role."""
+CORE_TITLE = b"VLLM::EngineCore"
+"""Beginning of the title of an engine's core process, which vLLM sets."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault that is planned or has happened."""
+
+    at: float
+    """Planned time in seconds from the first step with all engines. After it has happened, the time in Unix seconds."""
+    how: How
+    target: Target
+    host: int
+    """Number of the host, counted from 0."""
+    seconds: float = 0.0
+    """Duration of a stop or a cut; 0 for a kill."""
+    deaf: bool = False
+    """For a link that is cut in one direction: True if the host receives nothing, False if it sends nothing."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the fault's kind, such as `kill hub`."""
+        return f"{self.how} {self.target}"
+
+
+def plan(seconds: float, seed: int, longest_s: float = LONGEST_S) -> list[Fault]:
+    """Plan faults for `seconds`, one every `GAP_S` on average.
+
+    All kinds come in a random order, then all in another order, and so on. The seed decides the orders, hosts and
+    durations. No stop or cut lasts longer than `longest_s`.
+    """
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    remaining: list[Kind] = []  # kinds that have not come since all of them were put into a random order
+    at = GAP_S / 2
+    while at < seconds:
+        remaining = remaining or rng.sample(KINDS, len(KINDS))
+        how, target = remaining.pop()
+        duration = math.exp(rng.uniform(math.log(SHORTEST_S), math.log(longest_s)))
+        host, deaf = rng.choice(TARGET_HOSTS[target]), rng.random() < 0.5
+        faults.append(Fault(at, how, target, host, 0.0 if how == "kill" else duration, deaf))
+        at += GAP_S * rng.uniform(0.5, 1.5)
+    return faults
+
+
+def one_of_each(seed: int, longest_s: float) -> list[Fault]:
+    """Return a plan with each kind once, for `--quick`. The parameters are those of `plan`."""
+    # Two gaps per fault are more time than all kinds need, so that the plan is long enough.
+    return plan(2 * GAP_S * len(KINDS), seed, longest_s)[: len(KINDS)]
+
+
+def role(command: bytes) -> Target | None:
+    """Return the part of the run that a process is; None if it is none that a fault can hit.
+
+    `command` is the process's command line as /proc shows it, with a zero byte after each word. `Job.victims` calls
+    this for each process on a host.
+    """
+    if command.startswith(CORE_TITLE):
+        return "core"
+    if command.startswith(WORKER_TITLE):
+        return "worker"
+    words = command.replace(b"\0", b" ").split()
+    if words[:1] == [b"flash.run.processes.worker"]:
+        return next((target for target in ROLES if target.encode() == words[1]), None)
+    if b"flash" in words and b"train" in words and b"-m" in words:
+        return "launcher"
+    return None
+
+
+# -- the job ---------------------------------------------------------------------------------------------------------
 
 
 class Job:
@@ -118,10 +230,11 @@ class Job:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    async def inject(self, fault: Fault) -> InjectedFault | None:
-        """Carry out a fault, and wait until it is over. Returns None if it found no victim within `VICTIM_S`.
+    async def inject(self, fault: Fault) -> Fault | None:
+        """Carry out a fault, wait until it is over, and return it with the time at which it happened.
 
-        The plan may ask for a process that has just died, so the fault waits for its restart.
+        Returns None if it found no victim within `VICTIM_S`. The plan may ask for a process that has just died, so the
+        fault waits for its restart.
         """
         if fault.target == "network":
             return await self._cut(fault)
@@ -131,7 +244,7 @@ class Job:
                 await anyio.sleep(POLL_S)
         if not pid:
             return None
-        injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, pid)
+        injected = msgspec.structs.replace(fault, at=time.time())
         if fault.how == "stop":
             try:
                 await anyio.sleep(fault.seconds)
@@ -148,10 +261,10 @@ class Job:
                 return pid
         return 0
 
-    async def _cut(self, fault: Fault) -> InjectedFault:
+    async def _cut(self, fault: Fault) -> Fault:
         """Cut the link of a host, in both directions or in one (`Fault.deaf`), for the duration of a fault."""
         half = fault.how == "half cut"
-        injected = InjectedFault(fault.kind, fault.host, time.time(), fault.seconds, 0)
+        injected = msgspec.structs.replace(fault, at=time.time())
         self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
         try:
             await anyio.sleep(fault.seconds)

@@ -1,0 +1,438 @@
+"""Benchmarks of simulated runs: `python -m benchmarks.simulated.figures NAME [--quick] [--json FILE] [--plot FILE]`.
+
+A figure compares four numbers for each case: the published one, a peer's rules, Flash's own code, and the speed that no
+schedule can exceed. The last three come from the same simulation of the same workload. Speed-ups are over the same
+simulated baseline. The docstring of each function in `FIGURES` describes its benchmark.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from benchmarks.form import WORKLOADS, Args, Row, main_of
+from benchmarks.plots import bars, lines
+from benchmarks.simulated.peers.areal import Rules as Areal
+from benchmarks.simulated.peers.areal import areal
+from benchmarks.simulated.peers.roll_agentic import Rules as Agentic
+from benchmarks.simulated.peers.roll_agentic import roll_agentic
+from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from benchmarks.simulated.peers.synchronous import Rules as Baseline
+from benchmarks.simulated.peers.synchronous import synchronous
+from flash.config.tree import Config
+from flash.simulate.bounds import best_split, bounds, quantities
+from flash.simulate.report import SimReport
+from flash.simulate.world import simulate
+
+# -- configurations --------------------------------------------------------------------------------------------------
+
+NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
+"""Tables that a configuration must have and a simulation does not use."""
+
+GPUS_PER_NODE = 8
+"""GPUs of a node, from which the number of nodes follows unless a configuration names it."""
+
+
+def workload(name: str, **tables: Mapping[str, Any]) -> Config:
+    """Return the configuration benchmarks/workloads/<name>.toml with changes.
+
+    Each table of `tables` replaces some keys of the same table.
+    """
+    return _changed(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), tables)
+
+
+def change(config: Config, **tables: Mapping[str, Any]) -> Config:
+    """Return a configuration with changes, as in `workload`."""
+    return _changed(msgspec.to_builtins(config), tables)
+
+
+def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return a configuration: the tables `base`, changed by `tables`. The GPUs of engines give the number of nodes."""
+    changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
+    simulated = tables.get("simulate", {})
+    if "rollout_gpus" in simulated and "nodes" not in simulated:
+        changed["simulate"]["nodes"] = math.ceil(simulated["rollout_gpus"] / GPUS_PER_NODE)
+    return msgspec.convert({**base, **changed}, Config)
+
+
+def ours(config: Config, **rollout: object) -> SimReport:
+    """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`."""
+    return simulate(change(config, rollout=rollout))
+
+
+def capacity_s(config: Config, report: SimReport) -> float:
+    """Return the least seconds of a step under any schedule. `report` is that of a simulated run of `config`."""
+    every = bounds(quantities(config, report.ledger), config.train.batch_size)
+    return next(bound.step_s for bound in every if bound.lower)
+
+
+LARGEST_ERROR = 0.15
+"""Goal: largest difference of a simulated peer from the published figure, as a share of it."""
+LEAST_SHARE_OF_PEER = 0.99
+"""Goal of our speed as a share of the peer's: below 1, because the order of events differs where both do the same."""
+
+
+def speedup(
+    case: str, baseline_s: float, ours_s: float, peer_s: float, bound_s: float | None, published: float | None
+) -> list[Row]:
+    """Return the speed-up over a baseline, and the error of the peer's rules against the published speed-up.
+
+    Args:
+        case: name of the rows.
+        baseline_s: seconds of a step of the simulated baseline.
+        ours_s: seconds of a step of Flash.
+        peer_s: seconds of a step by the peer's rules.
+        bound_s: least seconds of a step under any schedule; None if it is not computed.
+        published: speed-up that the peer's paper states; None if it states none.
+    """
+    peer, bound = baseline_s / peer_s, None if bound_s is None else baseline_s / bound_s
+    goal = LEAST_SHARE_OF_PEER * peer
+    rows = [Row(case, "speedup", "x", baseline_s / ours_s, published, at_least=goal, peer=peer, bound=bound)]
+    if published is not None:
+        rows.append(Row(case, "reproduction_error", "share", abs(peer / published - 1), at_most=LARGEST_ERROR))
+    return rows
+
+
+# -- one technique each ----------------------------------------------------------------------------------------------
+
+FILTERED = ((8, 0, 125 / 58), (8, 16, 125 / 37), (128, 0, 2.5))
+"""Cases of `queue_scheduling`: prompts per batch, extra prompts, published speed-up."""
+
+
+def queue_scheduling(args: Args) -> list[Row]:
+    """Compare queue scheduling with whole batches that are issued until enough prompts have passed a dynamic filter.
+
+    The baseline issues whole batches and waits for all of their samples. ROLL Flash keeps as many prompts running as a
+    batch needs, plus the extra ones, until enough have passed; it discards the rest of the step. Flash has as many
+    prompts in flight as ROLL Flash starts in a step, and cancels prompts that are not needed at once.
+    """
+    rows: list[Row] = []
+    for groups, extra, published in FILTERED:
+        steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)
+        config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
+        batches_s = synchronous(config, Baseline(colocated=False, env_async=True, replicate=True)).step_s
+        config = change(config, rollout={"extra_groups": groups + extra})
+        peer_s, report = roll_flash(config, Rules(extra_prompts=extra)).step_s, ours(config)
+        case = f"{groups}x8, {extra} extra prompts"
+        rows += speedup(case, batches_s, report.step_s, peer_s, capacity_s(config, report), published)
+    return rows
+
+
+REPLICATED = ((32, 16, 116 / 89), (64, 16, 149 / 81), (16, 64, 162 / 83))
+"""Cases of `prompt_replication`: prompts, samples of each, published speed-up."""
+
+
+def prompt_replication(args: Args) -> list[Row]:
+    """Compare n samples of a prompt as n requests with one request of n sequences, in generation alone.
+
+    Baseline and peer follow ROLL Flash's rules without and with replication. Flash runs its own code with its own
+    setting. All requests of a batch fit into the engines, so replication only improves the balance between engines.
+    """
+    rows: list[Row] = []
+    for prompts, samples, published in REPLICATED:
+        config = workload(
+            "prompt_replication",
+            run={"steps": 3 if args.quick else 12},
+            rollout={"group_size": samples},
+            train={"batch_size": prompts * samples},
+        )
+        shared_s, peer_s = (roll_flash(config, Rules(replicate=replicate)).step_s for replicate in (False, True))
+        report = ours(config)
+        rows += speedup(f"{prompts}x{samples}", shared_s, report.step_s, peer_s, capacity_s(config, report), published)
+    return rows
+
+
+def env_async(args: Args) -> list[Row]:
+    """Compare environments that step on their own with environments in lock-step, in generation alone.
+
+    Latencies are normal(10, σ). In lock-step, each turn waits for the slowest of all environments. On their own, only
+    the slowest sum over all turns counts.
+    """
+    rows: list[Row] = []
+    for sigma in (1, 10) if args.quick else (1, 2, 4, 6, 8, 10):
+        latency = {"kind": "normal", "mean": 10, "deviation": sigma}
+        config = workload("env_async", run={"steps": 2 if args.quick else 4}, simulate={"env_s": latency})
+        locked_s = synchronous(config, Baseline(colocated=False, replicate=True)).step_s
+        peer_s, report = roll_agentic(config, Agentic()).step_s, ours(config)
+        published = 892 / 362 if sigma == 10 else None
+        rows += speedup(f"sigma {sigma}", locked_s, report.step_s, peer_s, capacity_s(config, report), published)
+    return rows
+
+
+def redundant_envs(args: Args) -> list[Row]:
+    """Compare more groups and members than a batch needs, of which the first to finish count, with none redundant.
+
+    A batch has 32 groups of 8, with environments that are slow or stop. Under ROLL Flash's rules the others run to
+    their end and keep their environments busy; Flash cancels them at once. Speed-ups are over ROLL Flash without
+    redundancy.
+    """
+    rows: list[Row] = []
+    config = workload("redundant_envs", run={"steps": 3 if args.quick else 6})
+    without_s = roll_agentic(config, Agentic()).step_s
+    for groups in (0, 4) if args.quick else (0, 2, 4, 8):
+        for members in (0, 1) if args.quick else (0, 1, 2):
+            case = f"{32 + groups}x{8 + members}"
+            peer = roll_agentic(config, Agentic(extra_groups=groups, extra_per_group=members))
+            report = ours(config, extra_groups=groups, extra_per_group=members)
+            rows += speedup(case, without_s, report.step_s, peer.step_s, None, None)
+            waste = 1 - report.trained_tokens / report.generated_tokens
+            rows.append(Row(case, "wasted_tokens", "share", waste, peer=peer.waste))
+    return rows
+
+
+WINDOWS = (None, 2.0, 1.0)
+"""Windows of `length_bias`, in batches; None: any order."""
+FIRST = 4
+"""Number of steps that count as the first ones of a run in `length_bias`."""
+
+
+def windowed(window: float | None, steps: int) -> Config:
+    """Configure a run of `length_bias` with a window in batches, None for any order."""
+    return workload("length_bias", run={"steps": steps}, rollout={"fifo_window": window})
+
+
+def length_bias(args: Args) -> list[Row]:
+    """Compare the lengths of trained samples: batches of the first complete groups favour short answers.
+
+    `rollout.fifo_window` does not. Answers are lognormal with a deviation above their mean. Two engines run four
+    batches at once, so samples end in an order that is far from the order of issue. The trainer is as fast as the
+    engines. For each window there are these rows: the mean length of a trained sample over that of an issued one, in
+    the first steps of a run and over a long run; and the throughput as a share of the throughput without a window. A
+    window of 1 batch is strict order of issue.
+    """
+    steps = 20 if args.quick else 60
+    rows: list[Row] = []
+    free = simulate(windowed(None, steps))
+    for window in WINDOWS:
+        case = "α = 2, " + ("any order" if window is None else f"window {window:g}")
+        first, whole = (simulate(windowed(window, count)) for count in (FIRST, steps))
+        rows += [
+            Row(case, f"length_in_{FIRST}_steps", "share", first.mean_trained_length / free.mean_issued_length),
+            Row(case, f"length_in_{steps}_steps", "share", whole.mean_trained_length / free.mean_issued_length),
+            Row(case, "throughput_of_any_order", "share", whole.samples_per_s / free.samples_per_s),
+        ]
+    return rows
+
+
+# -- asynchronous training -------------------------------------------------------------------------------------------
+
+STRAGGLERS = [*[400] * 99, 16000]
+"""Lengths of answers in tokens: 1 % are forty times longer."""
+
+
+def async_ratio(args: Args) -> list[Row]:
+    """Compare throughput and age by async ratio, at 40 GPUs.
+
+    The peer's column has the figures of ROLL Flash's rules. Rows named AReaL have the figures of AReaL's rules: its
+    admission bounds the average age, and no age is checked when a sample is trained. If 1 % of the answers are forty
+    times longer, its oldest token is far older than η, as the last row shows.
+    """
+    batch, steps = (512, 5) if args.quick else (1024, 16)
+    base = workload(
+        "rlvr_long", run={"steps": steps}, train={"batch_size": batch}, simulate={"gpus": 40, "rollout_gpus": 28}
+    )
+    rows: list[Row] = []
+    for ratio in (0, 2, 8) if args.quick else (0, 1, 2, 4, 8):
+        config = change(base, train={"async_ratio": ratio})
+        report, peer, other = (
+            ours(config),
+            roll_flash(config, Rules(async_ratio=ratio)),
+            areal(config, Areal(eta=ratio)),
+        )
+        speed, bound = report.samples_per_s, batch / capacity_s(config, report)
+        rows += [
+            Row(f"{ratio}", "samples_per_s", "samples/s", speed, peer=peer.samples_per_s, bound=bound),
+            # Not `samples_per_s`, because the plot has a point for each row of that name.
+            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", speed, peer=other.samples_per_s),
+        ]
+    config = workload(
+        "rlvr_long",
+        run={"steps": 30 if args.quick else 80},
+        train={"batch_size": 256, "async_ratio": 2},
+        simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
+    )
+    oldest = areal(config, Areal(eta=2)).oldest_age
+    return [*rows, Row("stragglers, AReaL", "age_versions", "versions", max(ours(config).ages), peer=oldest)]
+
+
+GPUS = 40
+"""Number of GPUs of `gpu_split`."""
+
+
+def gpu_split(args: Args) -> list[Row]:
+    """Compare throughput by the number of GPUs that serve engines, of 40 GPUs, at α = 2, for long-tailed answers.
+
+    `best_rollout_gpus` compares the best split that was simulated with β*, which the published formula predicts from
+    the workload alone.
+    """
+    batch, steps = (512, 5) if args.quick else (1024, 8)
+    rows: list[Row] = []
+    trainers = 0.0  # share of the GPUs that should train, by the published formula
+    for serving in (20, 28, 32) if args.quick else (16, 20, 24, 28, 32, 36):
+        config = workload(
+            "rlvr_long",
+            run={"steps": steps},
+            train={"batch_size": batch},
+            simulate={"gpus": GPUS, "rollout_gpus": serving},
+        )
+        report = ours(config)
+        peer = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).samples_per_s
+        bound = batch / capacity_s(config, report)
+        case = f"{serving} of {GPUS}"
+        rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
+        # The prediction of each turn is nearly the same: it does not depend on the split that is simulated.
+        q = quantities(config, report.ledger)
+        trainers = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)
+    best = float(max(rows, key=lambda row: row.ours).case.split()[0])
+    return [*rows, Row("best split", "best_rollout_gpus", "GPUs", best, GPUS * (1 - trainers))]
+
+
+SCALED = 7.6
+"""Scaling from 16 to 128 GPUs in the paper of ROLL Flash."""
+SCALING_GOAL = 7.9
+"""Goal of the scaling; 8 is the limit."""
+SIZES, ENDS = (16, 32, 64, 128), (16, 128)
+"""Numbers of GPUs of `scaling`, and those of a short comparison."""
+
+
+def scaling(args: Args) -> list[Row]:
+    """Compare throughput from 16 to 128 GPUs, for long-tailed answers.
+
+    The batch is the same at every size, so a larger machine has less work per GPU and the same longest answer. Three
+    quarters of the GPUs serve engines. `scaling` is the throughput at 128 GPUs divided by that at 16; 8 is the limit.
+    At α = 2 the longest answers do not fit into three steps of 128 GPUs. The rows with α = 4 give them five steps.
+    """
+    if args.quick:
+        return scale(2, ENDS, steps=4, batch=1024)
+    return [*scale(2, SIZES, steps=7, batch=4096), *scale(4, ENDS, steps=9, batch=4096)]
+
+
+def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list[Row]:
+    """Simulate `scaling` at one async ratio on each number of GPUs.
+
+    Returns a row with the throughput of each size, and a row with the scaling from the first size to the last.
+    """
+    label = "long" if ratio == 2 else f"long, async ratio {ratio}"
+    rows: list[Row] = []
+    # Samples per second on each number of GPUs: of ROLL Flash's rules, under the bound, and of synchronous training.
+    peers: list[float] = []
+    limits: list[float] = []
+    sync: list[float] = []
+    for gpus in sizes:
+        config = workload(
+            "rlvr_long",
+            run={"steps": steps},
+            train={"batch_size": batch, "async_ratio": ratio},
+            simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
+        )
+        report = ours(config)
+        peers.append(roll_flash(config, Rules(async_ratio=ratio)).samples_per_s)
+        limits.append(batch / capacity_s(config, report))
+        case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
+        rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=limits[-1]))
+        if ratio == 2:
+            sync.append(synchronous(config, Baseline(env_async=True)).samples_per_s)
+    case, ours_x = f"16 to 128 GPUs, {label}", rows[-1].ours / rows[0].ours
+    peer, bound = peers[-1] / peers[0], limits[-1] / limits[0]
+    rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
+    if ratio == 2:
+        rows += [
+            Row(case, "reproduction_error", "share", abs(peer / SCALED - 1), at_most=LARGEST_ERROR),
+            Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]),
+        ]
+    return rows
+
+
+# -- all techniques --------------------------------------------------------------------------------------------------
+
+CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), (2, 1))}
+"""Published speed-ups of each technique on top of the others; extra groups and members of the last one."""
+
+
+def end_to_end(args: Args) -> list[Row]:
+    """Compare synchronous training with ROLL Flash's techniques, added one after the other, and with Flash.
+
+    RLVR has 128 GPUs and long answers. Agentic training has environments that step on their own, then asynchronous
+    training, then redundant environments; Flash has the same settings at each step. The baseline uses all GPUs for
+    generation and then for training, sends a prompt as one request, and steps its environments together. Its step takes
+    the sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
+    """
+    smaller = {"batch_size": 512} if args.quick else {}
+    fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}
+    config = workload("rlvr_long", run={"steps": 5 if args.quick else 7}, train=smaller, simulate=fewer)
+    baseline_s = synchronous(config, Baseline(env_async=True)).step_s
+    peer_s = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).step_s
+    report, published = ours(config), None if args.quick else 2.24
+    rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), published)
+    return [*rows, *(row for name in CHAINS for row in agentic(name, args.quick))]
+
+
+def agentic(name: str, quick: bool) -> list[Row]:
+    """Simulate a workload of `end_to_end` with many turns, technique by technique. `name` is a key of CHAINS."""
+    published, (groups, members) = CHAINS[name]
+    smaller = {"batch_size": 128} if quick else {}
+    config = workload(name, run={"steps": 3 if quick else 8}, train=smaller)
+    ratio = config.train.async_ratio
+    more = change(config, rollout={"extra_groups": groups, "extra_per_group": members})
+    baseline_s = synchronous(config, Baseline()).step_s
+    steps: tuple[tuple[str, Agentic, Config], ...] = (
+        ("environments on their own", Agentic(colocated=True), _turns(config)),
+        ("+ async training", Agentic(async_ratio=ratio), config),
+        ("+ redundant envs", Agentic(async_ratio=ratio, extra_groups=groups, extra_per_group=members), more),
+    )
+    rows: list[Row] = []
+    for (technique, rules, mine), known in zip(steps, published, strict=True):
+        report = ours(mine)
+        bound_s = capacity_s(mine, report) if mine.train.async_ratio else None
+        peer_s = roll_agentic(config, rules).step_s
+        rows += speedup(f"{name}, {technique}", baseline_s, report.step_s, peer_s, bound_s, None if quick else known)
+    return rows
+
+
+def _turns(config: Config) -> Config:
+    """Configure phases that take turns on all GPUs, for code that gives each phase GPUs of its own.
+
+    The engines get all GPUs, and the trainer is as fast as all of them. At an async ratio of 0 phases never overlap.
+    """
+    simulate = config.simulate
+    assert simulate is not None
+    gpus = {
+        "gpus": simulate.gpus + 1,
+        "rollout_gpus": simulate.gpus,
+        "train_token_s": simulate.train_token_s / simulate.gpus,
+    }
+    return change(config, train={"async_ratio": 0}, simulate=gpus)
+
+
+FIGURES = {
+    "async_ratio": (async_ratio, lines("Async ratio (simulated)", "α", "samples/s", "samples_per_s")),
+    "end_to_end": (end_to_end, bars("End to end (simulated)", "speed-up over synchronous")),
+    "env_async": (
+        env_async,
+        lines("Environments on their own (simulated)", "σ of the latency, s", "speed-up over lock-step", "speedup"),
+    ),
+    "gpu_split": (
+        gpu_split,
+        lines("Split of 40 GPUs (simulated)", "GPUs that serve engines", "samples/s", "samples_per_s"),
+    ),
+    "length_bias": (length_bias, None),
+    "prompt_replication": (
+        prompt_replication,
+        bars("Prompt replication (simulated)", "speed-up over one request"),
+    ),
+    "queue_scheduling": (queue_scheduling, bars("Queue scheduling (simulated)", "speed-up over whole batches")),
+    "redundant_envs": (
+        redundant_envs,
+        bars("Redundant environments, batch of 32x8 (simulated)", "speed-up over none redundant"),
+    ),
+    "scaling": (scaling, lines("Throughput by size (simulated)", "GPUs", "samples/s", "samples_per_s")),
+}
+"""Benchmarks of this file, each with its plot."""
+
+
+if __name__ == "__main__":
+    main_of(FIGURES)
