@@ -46,6 +46,7 @@ from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import open_service
 from envs.sandbox.service.web import make_app
 from envs.sandbox.tokens import ADMIN, Token, Tokens
+from flash.errors import ConfigError
 from flash.http.server import HttpAddress, open_socket, serving
 
 ROUND_TRIP_MS, SPEEDUP = 1.0, 50.0
@@ -350,13 +351,13 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
 
 
 def measure(with_swerex: bool, args: Args) -> list[Row]:
-    """Measure on the engine of this machine. `benchmarks.form.main` calls this.
-
-    Raises:
-        ConfigError: there is no engine.
-    """
+    """Measure on the engine of this machine. Ends the process if there is none. `benchmarks.form.main` calls this."""
+    try:
+        url = find_engine()
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
     counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
-    return anyio.run(in_containers, find_engine(), with_swerex, counts)
+    return anyio.run(in_containers, url, with_swerex, counts)
 
 
 def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:

@@ -47,16 +47,14 @@ class Scorer:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.generations: list[dict[str, float]] = []
-        """Mean reward, mean tokens and longest answer of each generation."""
+        """Mean reward and mean tokens of each generation."""
 
     def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
         """Return the reward of each completion, which is a text or, where prompts are messages, a message."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         given = rewards(self._config, seed, texts)
         lengths = [len(ids) for ids in completion_ids]
-        self.generations.append(
-            {"reward": sum(given) / len(given), "mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
-        )
+        self.generations.append({"reward": sum(given) / len(given), "mean_tokens": sum(lengths) / len(lengths)})
         return given
 
 

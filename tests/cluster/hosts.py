@@ -15,8 +15,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from benchmarks.rig.hosts import Hosts, enter_network, in_space
-from benchmarks.rig.wire import Wire, targets
+from benchmarks.rig.hosts import Hosts, Wire, enter_network, in_space, targets
 
 # Flags of Linux for namespaces and mounts, which Python's library does not name before version 3.12.
 CLONE_NEWNS = 0x00020000

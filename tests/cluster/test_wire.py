@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio
 import pytest
 
-from benchmarks.rig.wire import HEADER_BYTES, Wire, mac, targets
+from benchmarks.rig.hosts import HEADER_BYTES, Wire, mac, targets
 from tests.cluster.hosts import LONGEST_QUEUE_S, FaultyHosts, SlowWire, Way, Ways
 
 
