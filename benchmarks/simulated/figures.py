@@ -18,9 +18,8 @@ from benchmarks.form import WORKLOADS, Args, Row, main_of
 from benchmarks.plots import bars, lines
 from benchmarks.simulated.peers.areal import Rules as Areal
 from benchmarks.simulated.peers.areal import areal
-from benchmarks.simulated.peers.roll_agentic import Rules as Agentic
-from benchmarks.simulated.peers.roll_agentic import roll_agentic
-from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from benchmarks.simulated.peers.roll_flash import AgenticRules as Agentic
+from benchmarks.simulated.peers.roll_flash import Rules, roll_agentic, roll_flash
 from benchmarks.simulated.peers.synchronous import Rules as Baseline
 from benchmarks.simulated.peers.synchronous import synchronous
 from flash.config.tree import Config

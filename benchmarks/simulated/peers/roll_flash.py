@@ -1,7 +1,7 @@
-"""ROLL Flash's rules for tasks of one turn, on the simulated engines of `benchmarks.simulated.peers.world`.
+"""ROLL Flash's rules for tasks of one turn and of many, on the simulated engines of `benchmarks.simulated.peers.world`.
 
 ROLL Flash is the asynchronous mode of Alibaba's ROLL framework (paper: "Part II: ROLL Flash"). A prompt's candidates
-are one group. Each candidate is a task, which makes one request to an engine.
+are one group. In tasks of one turn, each candidate is a task, which makes one request to an engine.
 
 Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
 With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests
@@ -156,3 +156,154 @@ class RollFlash:
         for step in sorted(self._cohorts):
             batch += await self._cohorts[step].take(wanted - len(batch), growing=step == self._step)
         return batch
+
+
+# -- many turns ------------------------------------------------------------------------------------------------------
+
+
+class AgenticRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ROLL Flash for many turns."""
+
+    async_ratio: float = 0.0
+    """α: asynchronous ratio."""
+    extra_groups: int = 0
+    """Groups of environments beyond the groups of a batch."""
+    extra_per_group: int = 0
+    """Environments of a group beyond its size."""
+    colocated: bool = False
+    """True if generation and training take turns on all GPUs."""
+
+
+def roll_agentic(config: Config, rules: AgenticRules) -> PeerReport:
+    """Simulate a whole run under ROLL Flash's rules for many turns on a new virtual clock."""
+    world = World(
+        config, colocated=rules.colocated, limit=ENGINE_LIMIT, keep_partial=False, extra_members=rules.extra_per_group
+    )
+    return run_virtual(RollAgentic(world, rules).run)
+
+
+class _Episode:
+    """A prompt that a group of environments plays."""
+
+    def __init__(self, step: int, tasks: list[Task]) -> None:
+        self.step = step
+        """Step in which the episode was opened."""
+        self.unclaimed = list(reversed(tasks))
+        """Tasks that no environment has begun, the next one last."""
+        self.finished: list[Finished] = []
+        """Results of the environments that have finished."""
+        self.dropped = False
+        """True if the episode is too old for every later batch."""
+
+
+class RollAgentic:
+    """ROLL Flash's rules for many turns, and the state of one run under them. An instance simulates one run.
+
+    A fixed set of environments: G + `extra_groups` groups of `group_size` + `extra_per_group`. Each environment works
+    on its own, and keeps to one engine. A group may open one episode per step, ⌈α⌉ ahead of the trainer; an environment
+    that is free joins the oldest one of its group that still wants members. The first `group_size` finishers make an
+    episode complete and the first G episodes make the batch, by the step in which they were opened, oldest first, with
+    a wait for each older step. The others run on to their end, are discarded, and keep their environment busy
+    meanwhile. At each step the running requests are aborted (queued ones still run to their end), all engines are
+    updated together, and the aborted turns start again.
+    """
+
+    def __init__(self, world: World, rules: AgenticRules) -> None:
+        self._world = world
+        self._rules = rules
+        self._slots = world.groups_per_batch + rules.extra_groups
+        """Number of groups of environments."""
+        self._open: list[list[_Episode]] = [[] for _ in range(self._slots)]
+        """Episodes that are not complete, for each group of environments."""
+        self._opened = [0] * self._slots
+        """Number of steps whose episode each group of environments has opened or skipped."""
+        self._complete: list[_Episode] = []
+        """Complete episodes that no batch has taken yet."""
+        self._step = -1
+        """Current step; −1 before the first one."""
+        self._changed = anyio.Event()
+        """Set when an episode is complete or a step begins, and then replaced."""
+
+    async def run(self) -> PeerReport:
+        """Simulate every step of the run, and report it."""
+        world = self._world
+        async with anyio.create_task_group() as environments:
+            for step in range(world.config.run.steps):
+                await world.update()
+                self._advance(step)
+                if step == 0:
+                    self._start(environments)
+                await world.train(await self._batch())
+            environments.cancel_scope.cancel()
+        return world.report()
+
+    def _start(self, environments: TaskGroup) -> None:
+        """Start all environments, and assign each to one engine."""
+        members = self._world.config.rollout.group_size + self._rules.extra_per_group
+        for slot in range(self._slots):
+            for member in range(members):
+                assigned = (slot * members + member) % len(self._world.engines)
+                environments.start_soon(self._environment, slot, assigned)
+
+    def _advance(self, step: int) -> None:
+        """Begin a step: drop the episodes that are too old for it, complete or not."""
+        self._step = step
+        oldest = step - math.ceil(self._rules.async_ratio)
+        self._complete = [episode for episode in self._complete if episode.step >= oldest]
+        for slot, episodes in enumerate(self._open):
+            for episode in episodes:
+                episode.dropped = episode.step < oldest
+            self._open[slot] = [episode for episode in episodes if not episode.dropped]
+        self._change()
+
+    def _change(self) -> None:
+        """Wake all tasks that wait for a change of the episodes."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _environment(self, slot: int, assigned: int) -> None:
+        """Run one environment, which plays an episode after the other until it is cancelled at the end of the run.
+
+        `slot` is the number of its group of environments, and `assigned` the number of its engine.
+        """
+        while True:
+            while (episode := self._join(slot)) is None:
+                await self._changed.wait()
+            finished = await self._world.play(episode.unclaimed.pop(), assigned)
+            if episode.dropped or episode not in self._open[slot]:
+                continue  # the episode was too old, or complete without this result
+            episode.finished.append(finished)
+            if len(episode.finished) == self._world.config.rollout.group_size:
+                self._open[slot].remove(episode)
+                self._complete.append(episode)
+                self._change()
+
+    def _join(self, slot: int) -> _Episode | None:
+        """Return the oldest episode of a group of environments that wants members; None if there is none.
+
+        A new episode is opened if the group may have one. `slot` is the number of the group.
+        """
+        for episode in self._open[slot]:
+            if episode.unclaimed:
+                return episode
+        if self._opened[slot] >= self._step + 1 + math.ceil(self._rules.async_ratio):
+            return None
+        # Episodes of steps that went by without this group are skipped, not caught up with.
+        self._opened[slot] = max(self._opened[slot], self._step) + 1
+        episode = _Episode(self._step, self._world.tasks.issue(self._world.tasks.next_problem()))
+        self._open[slot].append(episode)
+        return episode
+
+    async def _batch(self) -> list[list[Finished]]:
+        """Wait for enough complete episodes, and take the oldest ones as a batch."""
+        wanted = self._world.groups_per_batch
+        while True:
+            # An episode of an older step that is still open must go into the batch before any newer one.
+            older = any(episode.step < self._step for episodes in self._open for episode in episodes)
+            ready = sorted(self._complete, key=lambda episode: episode.step)
+            old = [episode for episode in ready if episode.step < self._step]
+            if len(old) >= wanted or (not older and len(ready) >= wanted):
+                chosen = ready[:wanted]
+                self._complete = [episode for episode in self._complete if episode not in chosen]
+                return [episode.finished for episode in chosen]
+            await self._changed.wait()

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.form import Row
 from benchmarks.plots import COLORS, bars, lines
-from benchmarks.simulated.peers import roll_agentic as agentic
+from benchmarks.simulated.peers import roll_flash as agentic
 from benchmarks.simulated.peers.areal import Rules as ArealRules
 from benchmarks.simulated.peers.areal import areal, capacity
 from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, roll_flash
@@ -279,7 +279,7 @@ def test_a_loser_runs_on_to_its_end_and_keeps_its_environment_from_the_next_step
 
 def _agentic_seconds(config: Config, seed: int) -> float:
     seeded = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=seed))
-    return agentic.roll_agentic(seeded, agentic.Rules(extra_per_group=1)).seconds
+    return agentic.roll_agentic(seeded, agentic.AgenticRules(extra_per_group=1)).seconds
 
 
 def test_redundant_groups_hide_slow_environments() -> None:
@@ -288,14 +288,14 @@ def test_redundant_groups_hide_slow_environments() -> None:
         train={"batch_size": 8},
         simulate={"response_tokens": 1, "env_s": 10, "fail_slow": 0.1},
     )
-    without = agentic.roll_agentic(config, agentic.Rules())
-    more = agentic.roll_agentic(config, agentic.Rules(extra_groups=4))
+    without = agentic.roll_agentic(config, agentic.AgenticRules())
+    more = agentic.roll_agentic(config, agentic.AgenticRules(extra_groups=4))
     assert more.step_s < without.step_s / 2
 
 
 def test_an_environment_that_stops_is_started_again_after_the_deadline_of_its_step() -> None:
     config = make_config(run={"steps": 6}, deadlines={"env_step": 500.0}, simulate={"env_s": 1, "fail_stop": 0.2})
-    report = agentic.roll_agentic(config, agentic.Rules())
+    report = agentic.roll_agentic(config, agentic.AgenticRules())
     assert report.seconds > 500
     assert report.generated_tokens > report.trained_tokens == 6 * 40
 
