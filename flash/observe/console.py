@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 from flash.config.tree import Config
 from flash.observe.columns.column import BLANK, Column, clock, fixed, formatted, short
@@ -94,10 +94,8 @@ class Console:
     def __init__(self, config: Config, stream: TextIO | None = None) -> None:
         """Start the live line if the output is a terminal. `stream` None means the standard output."""
         self._config = config
-        terminal: TextIO = sys.stdout if stream is None else stream
-        self._stream: TextIO | None = terminal
-        """Output that lines are written to if there is no live line; None after a write has failed."""
-        self._live = _Live(config.run.steps, terminal) if terminal.isatty() else None
+        self._output = cast("TextIO", _Output(sys.stdout if stream is None else stream))
+        self._live = _Live(config.run.steps, self._output) if self._output.isatty() else None
         """Live line; None if the output is no terminal."""
         self._line, self._held_out = (LINE, HELD_OUT) if config.sft is None else (SFT_LINE, HELD_OUT_NLL)
         self._stages: set[str] = set()
@@ -163,7 +161,8 @@ class Console:
         width = max(len(title) for title, _ in rows)
         self._print("", "default")
         for title, text in rows:
-            self._print(f"{title.ljust(width)}  {text}", "bold" if title in ("accuracy", "reward") else "default")
+            result = title in ("accuracy", "reward", "held out")
+            self._print(f"{title.ljust(width)}  {text}", "bold" if result else "default")
 
     def close(self) -> None:
         """Remove the live line."""
@@ -178,18 +177,12 @@ class Console:
         return clock(pace * max(0, steps))
 
     def _print(self, text: str, style: str) -> None:
-        """Print a text as one line. Characters that the output's encoding does not have become question marks."""
+        """Print a text as one line. Without a live line, `style` has no effect."""
         text = one_line(text)
         if self._live is not None:
             self._live.print(text, style)
-        elif self._stream is not None:
-            encoding = self._stream.encoding or "utf-8"
-            try:
-                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-                self._stream.flush()
-            except OSError:
-                # The terminal or pipe is gone. The run goes on, and prints nothing more.
-                self._stream = None
+        else:
+            self._output.write(f"{text}\n")
 
 
 def evaluation_line(row: Row) -> str:
@@ -252,6 +245,36 @@ def domain_line(row: Row) -> str:
         text = f"{name} {fixed(row, f'domain/{name}/reward', 3)}"
         parts.append(text if share is None else f"{text} ({100 * share:.0f} %)")
     return f"      {'  '.join(parts)}" if parts else ""
+
+
+class _Output:
+    """Output of a run, a terminal or another stream. A run does not end with it: writing never raises.
+
+    Characters that the encoding of the stream does not have become question marks.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gone = False
+        """True after an error: the terminal, or the reader of the pipe, is gone. Nothing more is written then."""
+
+    def write(self, text: str) -> None:
+        """Write a text at once, unless the stream is gone."""
+        if self._gone:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+        except OSError:
+            self._gone = True
+
+    def flush(self) -> None:
+        """Do nothing, since `write` flushes."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream. rich needs some, to find the width of a terminal for example."""
+        return getattr(self._stream, name)
 
 
 class _Live:

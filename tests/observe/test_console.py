@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ from tests.observe.sample_rows import eval_row, metrics_row
 
 
 class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class NarrowTerminal(io.TextIOWrapper):
     def isatty(self) -> bool:
         return True
 
@@ -202,3 +209,25 @@ def test_domains_have_a_line_below_that_of_the_step_and_stand_in_that_of_an_eval
     assert domain_line(metrics_row(0, **told)).strip() == "code 0.200 (25 %)  math 0.500 (75 %)"
     assert domain_line(metrics_row(0)) == ""
     assert evaluation_line(eval_row(0, 0.4, **{"domain/code/reward": 0.2})).endswith("code 0.200")
+
+
+def test_a_run_outlives_the_terminal_of_its_live_line(config: Config) -> None:
+    master, slave = os.openpty()
+    terminal = os.fdopen(slave, "w", encoding="utf-8")
+    console = Console(config, terminal)
+    os.close(master)
+    console.note("first")
+    console.stage("training")
+    console.step(metrics_row(0))
+    console.close()
+    with suppress(OSError):  # it still has text that nobody can read
+        terminal.close()
+
+
+def test_a_terminal_with_a_narrow_encoding_does_not_stop_the_run(config: Config) -> None:
+    written = io.BytesIO()
+    terminal = NarrowTerminal(written, encoding="latin-1")
+    console = Console(config, terminal)
+    console.note("ratio α = 1")
+    console.close()
+    assert b"ratio ? = 1" in written.getvalue()
