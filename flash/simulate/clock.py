@@ -14,6 +14,7 @@ which they wait.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import math
 import selectors
@@ -70,6 +71,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if threading.get_ident() != self._thread:
             self.refuse(f"the work of thread {threading.current_thread().name!r}")
         return super().call_soon_threadsafe(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call `callback` at the time `when`; never if that is infinity."""
+        # `anyio.sleep_forever` sets such a timer. On the way to it, the clock would advance day after day, and `jump`
+        # would never report that the tasks wait for each other.
+        if when == math.inf:
+            return asyncio.TimerHandle(when, callback, args, self, context)
+        return super().call_at(when, callback, *args, context=context)
 
     # asyncio calls the next three methods when a task starts work in a thread or in another process.
 
@@ -171,14 +182,19 @@ def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """Return the innermost line outside asyncio and anyio at which a task waits."""
-    place = "not started"
+    """Return the innermost line outside asyncio and anyio at which a task waits; a text if it has no such line."""
+    place = "inside of asyncio or anyio"
     awaited: object = task.get_coro()
-    # Each coroutine waits for the next one in `cr_await`, so the last line that is found is the innermost one.
-    while inspect.iscoroutine(awaited):
-        frame: FrameType | None = awaited.cr_frame
-        module = str(frame.f_globals.get("__name__", "")) if frame else ""
-        if frame is not None and module.split(".")[0] not in ("asyncio", "anyio"):
+    # Each coroutine or generator waits for the next one, so the last line that is found is the innermost one.
+    while awaited is not None:
+        frame: FrameType | None = None
+        if inspect.iscoroutine(awaited):
+            frame, awaited = awaited.cr_frame, awaited.cr_await
+        elif inspect.isasyncgen(awaited):
+            frame, awaited = awaited.ag_frame, awaited.ag_await
+        else:
+            # `async for` waits for an object that has its generator, but no attribute for it.
+            awaited = next(filter(inspect.isasyncgen, gc.get_referents(awaited)), None)
+        if frame is not None and frame.f_globals.get("__name__", "").split(".")[0] not in ("asyncio", "anyio"):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        awaited = awaited.cr_await
     return place

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import anyio
 import anyio.to_thread
@@ -108,6 +110,48 @@ def test_a_deadlock_raises_and_names_the_waiting_tasks_and_lines():
     assert "in test_a_deadlock_raises_and_names_the_waiting_tasks_and_lines.<locals>.wait_for_nobody" in str(
         caught.value
     )
+
+
+def test_a_deadlock_in_an_async_generator_names_the_line_in_it():
+    async def stream() -> AsyncGenerator[int]:
+        await anyio.Event().wait()
+        yield 1
+
+    async def main() -> None:
+        async with aclosing(stream()) as numbers:
+            async for _ in numbers:
+                pass
+
+    with pytest.raises(ContractError, match=r"\.<locals>\.stream"):
+        run_virtual(main)
+
+
+def test_a_deadlocked_task_of_a_library_alone_says_so():
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.Event().wait, name="a library's")
+
+    with pytest.raises(ContractError, match=r"a library's: inside of asyncio or anyio"):
+        run_virtual(main)
+
+
+def test_a_task_that_sleeps_forever_hides_no_deadlock():
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            await anyio.Event().wait()
+
+    with pytest.raises(ContractError, match="nothing can happen any more"):
+        run_virtual(main)
+
+
+def test_a_task_that_sleeps_forever_can_be_cancelled():
+    async def main() -> float:
+        with anyio.move_on_after(5):
+            await anyio.sleep_forever()
+        return anyio.current_time()
+
+    assert run_virtual(main) == pytest.approx(5)
 
 
 def test_a_deadlock_of_many_tasks_lists_only_some():
