@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ import tomli_w
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir.rundir import RunDirectory, SampleTimes
+from flash.observe.rundir.rundir import NO_ROW, RunDirectory, SampleTimes
 from flash.observe.rundir.summary import Row, by_step, number
 from flash.observe.timeline import Floats, covered_until
 from flash.types import Activity
@@ -112,8 +111,8 @@ def calibrate(run_dir: Path) -> Calibration:
     """Fit a `[simulate]` table to a finished run.
 
     Raises:
-        ConfigError: the folder is not the directory of a run with samples and at least LEAST_STEPS steps, or a value is
-        missing.
+        ConfigError: the folder is not the directory of a run with samples and at least LEAST_STEPS steps, or its files
+            lack a value that is needed.
     """
     directory = RunDirectory(run_dir)
     rows, samples = by_step(directory.read_metrics()), directory.read_samples()
@@ -130,7 +129,12 @@ def calibrate(run_dir: Path) -> Calibration:
     hardware = placement(config)
     engines = hardware["rollout_gpus"] // config.engine.tensor_parallel
     seen = sum(turn.tokens for sample in samples for turn in sample.turns)
-    ledger = json.loads(directory.ledger.read_text()) if directory.ledger.is_file() else {}
+    try:
+        ledger = msgspec.json.decode(directory.ledger.read_bytes(), type=dict[str, float])
+    except FileNotFoundError:  # the run was killed before its first checkpoint
+        ledger = {}
+    except NO_ROW as error:
+        raise ConfigError(f"{directory.ledger} is damaged: {error}; calibrate from another run") from error
     # Only trained samples are recorded. Discarded ones kept the engines busy, too.
     load_factor = max(1.0, ledger.get("generated_tokens", seen) / max(seen, 1))
     swaps = [span for span in spans if span.name == "swap"]
@@ -247,8 +251,15 @@ def fit_engine(
         engines: number of engines.
         load_factor: tokens that the run generated, divided by those of the recorded responses; at least 1.
         recompute: True if a swap computes the KV cache of the running sequences again.
+
+    Raises:
+        ConfigError: the constants are fitted to no response.
     """
     begin, end, fitted = responses.begin, responses.end, responses.fitted
+    if not fitted.any():
+        raise ConfigError(
+            "no response after the first step has a token in the run's samples.jsonl: calibrate from another run"
+        )
     knots = np.unique(np.concatenate([begin, end]))
     running = _open_intervals(begin, end, knots) * load_factor / engines
     prefilled = _prefilled_tokens(responses, swaps, engines, load_factor, recompute=recompute)
@@ -256,8 +267,8 @@ def fit_engine(
     duration = (end - begin - paused)[fitted]
     # Each token takes one step. A response that waits for the end of a running step waits for half a step on average.
     steps = responses.tokens + 0.5 * responses.waited
-    # Steps per second between the knots, up to a factor. The first round assumes the same density everywhere. The time
-    # for prefill is left out of the density, because only few of the steps prefill.
+    # Steps per second between the knots. The first round assumes the same number everywhere, whichever. Later rounds
+    # leave out the time of prefill and swaps, which make only few of the steps longer.
     density = np.full(len(knots) - 1, 1.0)
     residuals, mean_running, constants = np.zeros(0), np.zeros(0), np.zeros(3)
     for _ in range(ROUNDS):

@@ -206,6 +206,22 @@ def test_a_run_without_the_seconds_of_its_steps_is_refused(run_dir: Path):
         calibrate(run_dir)
 
 
+def test_a_run_whose_later_steps_have_no_response_is_refused(run_dir: Path):
+    directory = RunDirectory(run_dir)
+    first = [sample for sample in directory.read_samples() if sample.step == 0]
+    directory.samples.unlink()
+    directory.append_samples(first)
+    with pytest.raises(ConfigError, match=r"no response after the first step .* samples\.jsonl: calibrate from"):
+        calibrate(run_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"generated_tokens": "many"}', b"\xff"])
+def test_a_damaged_ledger_is_refused(run_dir: Path, content: bytes):
+    RunDirectory(run_dir).ledger.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"ledger\.json is damaged: .*; calibrate from another run"):
+        calibrate(run_dir)
+
+
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_samples_without_turns_are_refused_with_their_number(run_dir: Path, all_of_them: bool):
     directory = RunDirectory(run_dir)
