@@ -1,17 +1,19 @@
 """Try the installation and a dry run like a new user: each Python of this machine, a fresh clone, pip without settings.
 
-    python3 scripts/try_install.py                    # each Python found, with a compiler and without; an hour
+    python3 scripts/try_install.py                    # each Python found, with a compiler and without; hours
     python3 scripts/try_install.py --other            # only the newest Python that is not this one
     python3 scripts/try_install.py --short            # a few unit tests instead of `make check`; minutes
     sudo python3 scripts/try_install.py --user nobody # as an ordinary user, whom root can become
 
-The trial uses the last commit. It keeps only the settings of pip that are needed to reach the registry. All files are
-made in a temporary folder, at most 10 GB, and removed at the end. The script exits with 1 if a step failed.
+Each trial clones the last commit into a temporary folder with an own home folder, at most 10 GB, which is removed at
+its end. It keeps only the settings of pip that are needed to reach the registry. The script exits with 1 if a step
+failed, and with 2 if an argument is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pwd
 import re
@@ -97,11 +99,19 @@ def probe(path: Path) -> Python | None:
     return Python(version, path) if version >= OLDEST_PYTHON else None
 
 
+def listed(folder: Path) -> list[Path]:
+    """Return the files in a folder, sorted; none if there is no such folder, or if this user may not list it."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
 def pythons() -> list[Python]:
     """Return an interpreter for each minor version, the oldest first."""
     found: dict[tuple[int, ...], Python] = {}
     for folder in folders():
-        for path in sorted(folder.glob("python3.*")) if folder.is_dir() else ():
+        for path in listed(folder):
             if re.fullmatch(r"python3\.\d+", path.name) and (python := probe(path)):
                 found.setdefault(python.version[:2], python)
     return [found[version] for version in sorted(found)]
@@ -123,11 +133,11 @@ def variables(home: Path, path: str) -> dict[str, str]:
 
 
 def without_compilers(folder: Path) -> str:
-    """Return a PATH with all programs of the present one except compilers. `folder` gets links to them."""
-    folder.mkdir(exist_ok=True)
+    """Return a PATH with all programs of the present one except compilers: the new folder `folder`, with links."""
+    folder.mkdir()
     # The first program of a name on PATH wins, as in a shell.
     for place in map(Path, os.environ.get("PATH", "").split(os.pathsep)):
-        for program in place.iterdir() if place.is_dir() else ():
+        for program in listed(place):
             link = folder / program.name
             if not COMPILERS.fullmatch(program.name) and not link.is_symlink():
                 link.symlink_to(program)
@@ -157,7 +167,7 @@ def can_run(python: Python, user: str | None) -> bool:
 def identity(user: str | None) -> dict[str, Any]:
     """Return the arguments that make `subprocess.run` run a command as `user`, without the caller's groups.
 
-    None: no arguments, so the command runs as the caller.
+    None: no arguments, so the command runs as the caller. Raises KeyError if there is no such user.
     """
     return {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
 
@@ -176,11 +186,11 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
         python: interpreter of the trial.
         compiler: False hides the machine's compilers.
         short: True for a few unit tests instead of `make check`.
-        work: folder of the trial; the clone in it is removed at the end.
+        work: empty folder of the trial, for the clone, the home folder and the log.
         user: ordinary user who runs the steps; None: the caller.
     """
     clone, home = work / "clone", work / "home"
-    home.mkdir(exist_ok=True)
+    home.mkdir()
     path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
     subprocess.run(["git", "clone", "--quiet", f"file://{ROOT}", clone], check=True)
     if user is not None:
@@ -217,26 +227,44 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
     code = "import importlib.metadata as m; print(m.version('torch'))"
     torch = (output(venv / "bin" / "python", "-c", code) or "none").strip()
     columns[1:1] = [f"torch {torch}", f"{gigabytes(venv):.1f} GB"]  # behind the name
-    shutil.rmtree(clone)
     return Row(columns, good)
 
 
 def main() -> int:
-    """Run the trials that the arguments select, and print a table. Returns 1 if one failed, else 0."""
+    """Run the trials that the arguments select, and print a table.
+
+    Returns 1 if one failed, else 0. Ends the process with an error message if an argument is wrong.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", type=Path, action="append", help="try this one (may be repeated), not all found")
+    parser.add_argument("--python", action="append", help="try this one (may be repeated), not all found")
     parser.add_argument("--other", action="store_true", help="only the newest whose version is not this Python's")
     parser.add_argument("--short", action="store_true", help="some of the unit tests instead of `make check`")
     parser.add_argument("--compiler", choices=("both", "with", "without"), default="both")
     parser.add_argument("--user", help="become this ordinary user for the trial; only root can")
     options = parser.parse_args()
-    found = [python for python in map(probe, options.python) if python] if options.python else pythons()
+    if options.user is not None and os.geteuid() != 0:
+        parser.error("--user: only root can become another user; use sudo")
+    try:
+        identity(options.user)
+    except KeyError:
+        parser.error(f"--user {options.user}: this machine has no user of this name")
+    found = [] if options.python else pythons()
+    for name in options.python or ():
+        # The steps run in other folders, so a relative path would name another program there.
+        python = probe(Path(os.path.abspath(shutil.which(name) or name)))
+        if python is None:
+            oldest = ".".join(map(str, OLDEST_PYTHON))
+            parser.error(
+                f"--python {name}: expected a program of Python {oldest} or newer that is not in a virtual environment "
+                "and has the modules venv and ensurepip"
+            )
+        found.append(python)
     if options.other:
-        found = [python for python in found if python.version[:2] != sys.version_info[:2]][-1:]
+        found = sorted(python for python in found if python.version[:2] != sys.version_info[:2])[-1:]
     closed = [python for python in found if not can_run(python, options.user)]
     if closed:
         paths = ", ".join(str(python.path) for python in closed)
-        parser.error(f"{options.user} may not run {paths}: open its folders to others with chmod o+x")
+        parser.error(f"{options.user or 'this user'} may not run {paths}: open its folders to others with chmod o+x")
     if not found:
         sys.stdout.write("not tried: no other Python that Flash could run with was found on this machine\n")
         return 0
@@ -244,9 +272,9 @@ def main() -> int:
     if options.other:
         forms = forms[:1]
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # Paths with a space are part of the trial.
-        for python in found:
-            rows += [attempt(python, compiler, options.short, Path(work), options.user) for compiler in forms]
+    for python, compiler in itertools.product(found, forms):
+        with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # Paths with a space are part of the trial.
+            rows.append(attempt(python, compiler, options.short, Path(work), options.user))
     sys.stdout.write("\n" + "\n".join(" | ".join(row.columns) for row in rows) + "\n")
     return 0 if all(row.good for row in rows) else 1
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +22,18 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import try_install
 
     return try_install
+
+
+@contextmanager
+def as_ordinary_user() -> Generator[None]:
+    """Give up the rights of root in the block: root may list every folder."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def program(path: Path, text: str = "") -> Path:
@@ -65,3 +80,38 @@ def test_each_try_makes_the_environment_and_then_uses_it(tried):
     python = tried.Python(tuple(sys.version_info[:3]), Path(sys.executable))
     for short, last in ((True, "tests"), (False, "make check")):
         assert [step.name for step in tried.steps(python, short)] == ["env", "again", "dry run", last]
+
+
+def test_a_folder_that_may_not_be_listed_has_no_programs(tried, tmp_path):
+    closed = tmp_path / "closed"
+    program(closed / "python3.12")
+    closed.chmod(0)
+    with as_ordinary_user():
+        assert [tried.listed(folder) for folder in (closed, closed / "bin", tmp_path / "none")] == [[], [], []]
+    closed.chmod(0o755)
+
+
+def run_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "try_install.py", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_a_given_interpreter_that_cannot_be_tried_is_refused(tmp_path):
+    program(tmp_path / "bin" / "old", "echo 3 9 0 True")
+    done = run_script("--python", "bin/old", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--python bin/old: expected a program of Python 3.11 or newer" in done.stderr
+
+
+def test_a_relative_path_of_an_interpreter_counts_from_the_folder_of_the_call(tmp_path):
+    # The interpreter cannot run an empty program, so that no trial begins.
+    program(tmp_path / "bin" / "new", '[ -n "$2" ] && echo 3 12 1 True')
+    done = run_script("--python", "bin/new", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"this user may not run {tmp_path / 'bin' / 'new'}" in done.stderr
+
+
+def test_a_user_that_the_script_cannot_become_is_refused(tmp_path):
+    done = run_script("--user", "no such user", cwd=tmp_path)
+    wanted = "this machine has no user of this name" if os.geteuid() == 0 else "only root can become another user"
+    assert (done.returncode, wanted in done.stderr) == (2, True)

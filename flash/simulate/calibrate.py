@@ -267,8 +267,8 @@ def fit_engine(
     duration = (end - begin - paused)[fitted]
     # Each token takes one step. A response that waits for the end of a running step waits for half a step on average.
     steps = responses.tokens + 0.5 * responses.waited
-    # Steps per second between the knots. The first round assumes the same number everywhere, whichever. Later rounds
-    # leave out the time of prefill and swaps, which make only few of the steps longer.
+    # Steps per second between the knots, of which only the proportions matter: the first round assumes 1 everywhere.
+    # Later rounds leave out the time of prefill and swaps, which make only few of the steps longer.
     density = np.full(len(knots) - 1, 1.0)
     residuals, mean_running, constants = np.zeros(0), np.zeros(0), np.zeros(3)
     for _ in range(ROUNDS):
