@@ -127,6 +127,18 @@ def test_steps_that_a_resumed_run_does_again_are_not_told_again(
     assert calls.steps() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])  # a server of MLflow makes the ids
+def test_rows_that_are_sent_again_become_another_run(
+    name: TrackerName, calls: Calls, tracked_run: RunDirectory
+) -> None:
+    for _ in range(2):
+        assert main(["track", str(tracked_run.path), "--to", name]) == 0
+        (tracked_run.path / "track" / f"{name}.json").unlink()
+    assert calls.steps() == [0, 1, 2, 0, 1, 2]
+    first, second = calls.of("init")
+    assert first["id"] != second["id"]
+
+
 def test_what_was_told_before_a_failure_is_not_told_again(
     calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +169,14 @@ def test_what_the_command_lacks_is_named(
     if not_installed("wandb") is None:
         assert main(["track", str(tracked_run.path), "--to", "wandb"]) == 2
         assert "remove it to send all rows again" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_read_is_told_from_a_damaged_one(
+    calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tracked_run.path / "track/wandb.json").mkdir(parents=True)
+    assert main(["track", str(tracked_run.path)]) == 2
+    assert capsys.readouterr().err.endswith("wandb.json: Is a directory\n")
 
 
 def test_a_folder_called_like_a_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

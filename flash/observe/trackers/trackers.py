@@ -41,7 +41,7 @@ from flash.config.load import flat
 from flash.config.tree import TrackConfig, TrackerName
 from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
-from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically, writing
+from flash.observe.rundir.rundir import NO_ROW, Followed, RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
 from flash.observe.trackers.feed import Receiver, ReceiverError, kill_group
 from flash.text import one_line
@@ -165,7 +165,9 @@ class TensorBoard:
 
     def __init__(self, run: RunDescription) -> None:
         summary = import_module("tensorboard.summary")
-        self.id = run.id or "tensorboard"
+        # If somebody removed `track/tensorboard.json`, all rows are sent again. They need another folder then.
+        first = not (run.folder / "tensorboard").exists()
+        self.id = run.id or ("tensorboard" if first else _unique_id("tensorboard"))
         self._writer = summary.Writer(str(run.folder / self.id))
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
@@ -233,7 +235,7 @@ def not_installed(name: str) -> str | None:
 
 
 def _unique_id(name: str) -> str:
-    """Return an id for a new run in a tracker: its name and random digits, since another run may have the name."""
+    """Return an id for a new run in a tracker: `name` and random digits, since another run may have the name."""
     return f"{name}-{uuid4().hex[:8]}"
 
 
@@ -377,15 +379,17 @@ def _read_place(file: Path) -> TrackerPlace:
     """Return the content of `track/NAME.json`; if there is no such file, the place before the first row.
 
     Raises:
-        RunDirectoryError: the file cannot be read.
+        RunDirectoryError: the file cannot be read or is damaged.
     """
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrackerPlace)
     except FileNotFoundError:
         return TrackerPlace()
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error
+    except NO_ROW as error:
         raise RunDirectoryError(
-            f"{file} cannot be read: {error}; remove it to send all rows again, as another run of the tracker"
+            f"{file} is damaged: {error}; remove it to send all rows again, as another run of the tracker"
         ) from error
 
 

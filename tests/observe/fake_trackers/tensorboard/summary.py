@@ -9,6 +9,7 @@ from fake_said import said
 
 class Writer:
     def __init__(self, output: str) -> None:
+        Path(output).mkdir(parents=True, exist_ok=True)
         said("init", project="flash", id=Path(output).name, config={})
         self._step: int | None = None
         self._values: dict[str, float] = {}
