@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.ordinary_user import as_ordinary_user
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,18 +22,6 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import try_install
 
     return try_install
-
-
-@contextmanager
-def as_ordinary_user() -> Generator[None]:
-    """Give up the rights of root in the block: root may list every folder."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
 
 
 def program(path: Path, text: str = "") -> Path:

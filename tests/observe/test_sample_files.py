@@ -31,6 +31,7 @@ from flash.observe.rundir.samples import (
 )
 from flash.types import Outcome, Span, TokenUse, TrainedSample, VersionRun
 from tests.observe.test_rundir import trajectory
+from tests.ordinary_user import as_ordinary_user
 
 PAGE = Path(__file__).parents[2] / "docs" / "view.md"
 
@@ -136,6 +137,13 @@ def test_every_byte_may_be_wrong_and_the_reader_lives(directory: RunDirectory) -
         spoilt[place] ^= int(rng.integers(1, 256))
         samples_of(directory, 1).write_bytes(spoilt)
         assert len(read_samples(directory, 1)) <= 1
+
+
+def test_a_closed_folder_of_samples_is_an_error(directory: RunDirectory) -> None:
+    directory.trajectories.chmod(0)
+    with as_ordinary_user(), pytest.raises(RunDirectoryError, match=r"cannot read .*: Permission denied"):
+        read_samples(directory, 3)
+    directory.trajectories.chmod(0o755)
 
 
 def test_beyond_the_budget_every_second_step_goes_but_the_ends_stay(directory: RunDirectory) -> None:

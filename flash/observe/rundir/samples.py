@@ -358,10 +358,10 @@ def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> li
     `group_id` chooses the rows of one group; None means all. The result is empty if the file is missing, damaged, or of
     another version of Flash. Raises RunDirectoryError if this user has no permission to read it.
     """
-    if not file.is_file():
-        return []
     options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])
     try:
+        if not file.is_file():  # a pipe would block
+            return []
         with pa.OSFile(str(file)) as source:
             table = ipc.open_file(source, options=options).read_all()
             table.validate(full=True)
