@@ -3,8 +3,8 @@
 `PYTHONPATH=. python scripts/architectures.py [KIND …]` runs each model on a few short sequences in the way of the
 trainer: packed in a row if the trainer's check allows it, else one at a time. It compares log-probs and gradients with
 those of the unchanged model of transformers, in float32. It prints the row of each kind as a line of JSON. Without
-KIND, it also writes all rows to benchmarks/results/architectures.json, whose largest error
-docs/overview.md quotes. Run it after an update of transformers.
+KIND, it also writes all rows to benchmarks/results/architectures.json, whose largest error docs/overview.md quotes. Run
+it after an update of transformers.
 
 A row has the `kind` and its class, and `way`, the way in which the trainer runs it:
 
@@ -64,7 +64,7 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
     """Return the row of one kind of model, which the module's docstring describes.
 
     `kind` is a `model_type` of transformers, and `options` are changes to its configuration. If `compiled` is True, the
-    layers are traced by torch.compile, like on a GPU, but without generated kernels. `main` calls this for each kind.
+    layers are traced by torch.compile, like on a GPU, but without generated kernels.
     """
     row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
     try:  # the model of transformers, as it is
@@ -135,7 +135,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _raise_timeout(*_: Any) -> None:
-    """Raise TimeoutError. The alarm signal calls this when a kind of model has taken SECONDS."""
+    """Raise TimeoutError, when the alarm signal comes: a kind of model has taken SECONDS."""
     raise TimeoutError(f"not done after {SECONDS} s")
 
 

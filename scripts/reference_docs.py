@@ -58,21 +58,20 @@ def configuration_page() -> str:
 
 def _sections() -> Iterator[str]:
     """Yield the lines of the section of each table of the configuration."""
-    summaries = {field.name: field.type for field in msgspec.structs.fields(Config)}
-    for name, annotation in summaries.items():
-        section = section_in(annotation)
+    for table in msgspec.structs.fields(Config):
+        section = section_in(table.type)
         assert section is not None, "the tree is two levels deep"
-        yield f"## `[{name}]`\n"
+        yield f"## `[{table.name}]`\n"
         yield f"{inspect.getdoc(section)}\n"
-        if section is not annotation:
+        if section is not table.type:
             yield "Optional.\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         yield from _field_rows(section)
         yield ""
-        alike: dict[Any, list[str]] = {}
+        keys_by_type: dict[Any, list[str]] = {}
         for field in msgspec.structs.fields(section):
-            alike.setdefault(field.type, []).append(f"`{name}.{field.name}`")
-        for annotation, keys in alike.items():
+            keys_by_type.setdefault(field.type, []).append(f"`{table.name}.{field.name}`")
+        for annotation, keys in keys_by_type.items():
             yield from _kinds(keys, annotation)
 
 
@@ -183,6 +182,7 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield f"## `{command.prog}`\n"
             yield f"{_sentence(helps[name])}\n"
             rows = before[command.prog] = list(_argument_rows(command))
+            # The first command with many of the same arguments, or this one. Only the first one describes them.
             alike = next((prog for prog, theirs in before.items() if len({*rows} & {*theirs}) >= SEVERAL), command.prog)
             own = rows if alike == command.prog else [row for row in rows if row not in before[alike]]
             if own:

@@ -26,7 +26,7 @@ CONTRIBUTING = "CONTRIBUTING.md"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages to the files of the site. Called by mkdocs."""
+    """Add the pages to the files of the site."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for path in sorted((ROOT / "examples").rglob("*")):
@@ -40,7 +40,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links out of docs/ to the added pages, and replace `api` marks by directives. Called by mkdocs."""
+    """Point links out of docs/ to the added pages, and replace `api` marks by directives of mkdocstrings."""
     # In a table, GitHub requires that a bar inside code is escaped, but mkdocs would show the backslash.
     markdown = re.sub(r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), markdown)
     markdown = re.sub(rf"\]\(\.\./(examples/[\w/-]+\.(?:{'|'.join(EXAMPLES)}))\)", r"](\1.md)", markdown)

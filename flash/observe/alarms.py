@@ -80,7 +80,7 @@ class Alarms:
     def _raise(self, alarms: Mapping[str, tuple[Column, Alarm]]) -> Iterator[RaisedAlarm]:
         """Compare the mean of each number with its limit, and yield the alarms that are newly raised.
 
-        `alarms` has the alarms by key, from `_alarms_by_key`. `step` calls this after it has added the newest row.
+        `alarms` has the alarms by key, from `_alarms_by_key`. The newest row must have been added.
         """
         rows = self._contributions
         for key, (column, alarm) in alarms.items():

@@ -243,7 +243,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 def shortened(text: str, most: int) -> str:
     """Return a text of at most `most` characters as it is, and of a longer one the beginning with a note.
 
-    The note has the number of characters that are left out. Events and messages of failures are shortened by this.
+    The note has the number of characters that are left out.
     """
     return text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} characters more"
 
@@ -331,8 +331,7 @@ class ClusterFile:
     def show(self, hub: HubNow) -> str:
         """Start to write a new state in the thread, unless one is being written or the run has ended.
 
-        The recorder calls this every two seconds. Returns a warning once, after the first write that has failed, else
-        an empty text.
+        Returns a warning once, after the first write that has failed, else an empty text.
         """
         with self._lock:
             # A later state has no end of the run, so it would show an ended run as a live one.
@@ -351,8 +350,8 @@ class ClusterFile:
     def end(self, ended: Literal["finished", "interrupted", "failed"], error: str = "") -> None:
         """Write the last state with the end of the run, and wait until it is written.
 
-        The recorder calls it at the end of the run, in any thread, and again if an error follows, which replaces the
-        end. `error` is the error that ended the run, or empty.
+        May be called in any thread, and again if an error follows, which replaces the end. `error` is the error that
+        ended the run, or empty.
         """
         if error:
             self.failed("run_failed", error)
@@ -396,7 +395,7 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
 
 
 def _write(path: Path, content: Cluster) -> None:
-    """Write `cluster.json`. `ClusterFile` calls this in the recorder's thread, or at the end in the caller's."""
+    """Replace the file `path`, `cluster.json`."""
     # Not durable: after a crash of the machine the content is out of date in any case.
     write_atomically(path, msgspec.json.encode(content), durably=False)
 

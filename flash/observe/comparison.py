@@ -47,8 +47,9 @@ def read_run(path: Path) -> Compared:
     """Return settings and results of the run in the directory `path`.
 
     Raises:
-        ConfigError: there is no run, or its files cannot be read, for example because another version of Flash wrote
-            them.
+        ConfigError: there is no run, or its settings or summary cannot be read, for example because another version of
+            Flash wrote them.
+        RunDirectoryError: its evaluations cannot be read.
     """
     directory = RunDirectory(path)
     if not directory.config.is_file():

@@ -212,10 +212,7 @@ def evaluation_line(row: Row) -> str:
 
 
 def environment_lines(row: Row) -> list[str]:
-    """Return a line for each of the environment's own metrics, with its mean. `flash eval` prints them.
-
-    `row` has the metrics under `env/NAME`.
-    """
+    """Return a line for each of the environment's own metrics, with its mean, which `row` has under `env/NAME`."""
     names = [name for name in row if name.startswith("env/")]
     width = max(map(len, names), default=0)
     return [f"{name.ljust(width)}  {fixed(row, name, 3)}" for name in names]
@@ -224,7 +221,7 @@ def environment_lines(row: Row) -> list[str]:
 def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
     """Return a line for each k with the mean best reward of k answers and its interval.
 
-    `binary`: True if each reward is 0 or 1; the lines then say pass@k. `flash eval` prints them.
+    `binary`: True if each reward is 0 or 1; the lines then say pass@k.
     """
     names = [f"{'pass@' if binary else 'best of '}{one.k}" for one in found]
     width = max(map(len, names), default=0)
@@ -278,7 +275,7 @@ class _Output:
 
 
 class _Live:
-    """Live progress line, drawn by rich, and printing above it. A `Console` makes it for a terminal.
+    """Live progress line of a terminal, drawn by rich, and printing above it.
 
     Args:
         steps: number of steps of the whole run.
@@ -326,15 +323,13 @@ class _Live:
 
 
 def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
-    """Return the closing table of a run, as (title, text) lines. `Console.finish` prints it.
-
-    A run of `flash sft` has losses and no rewards.
-    """
+    """Return the closing table of a run, as (title, text) lines. A run of `flash sft` has losses and no rewards."""
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
     first, *rest = summary_rows(summary)
     if config.sft is not None:
+        # The other rows are about sampling.
         rest = [row for row in rest if row[0] in ("steps", "trained", "time", "restarts")]
         losses = [fixed(row, HELD_OUT_NLL.name, 4) for row in directory.read_evaluations()]
         # The first and the last loss; only one if there is one evaluation, or if both are equal.
@@ -363,7 +358,7 @@ def _held_out_rewards(summary: Summary) -> str:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers of a run that has ended, without its evaluations, as (title, text) lines.
 
-    The closing table has them, and `flash compare` prints them. The first one is the model.
+    The first line is the model.
     """
     return [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),

@@ -153,8 +153,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 def write_plots(run_dir: Path) -> list[Path]:
     """Draw the plots that the run directory has rows for into its folder `plots/`, and return their paths.
 
-    The recorder calls this at the end of a run, unless the run was interrupted. `flash plot` calls it on the user's
-    demand, also while the run goes on. Without any rows it makes no folder and returns an empty list.
+    Without any rows it makes no folder and returns an empty list. The run may still go on.
 
     Raises:
         RunDirectoryError: the plots cannot be written.
@@ -179,7 +178,7 @@ def write_plots(run_dir: Path) -> list[Path]:
 def draw_rewards(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Figure | None:
     """Return `reward.png`: reward and held-out accuracy, over steps on the left and over time on the right.
 
-    `write_plots` passes the rows of the steps and of the evaluations. Returns None if there are no rows.
+    Returns None if there are no rows.
     """
     if not metrics and not evaluations:
         return None
@@ -217,7 +216,7 @@ def run_times(metrics: Sequence[Row], evaluations: Sequence[Row]) -> tuple[Float
 def draw_offpolicy(metrics: Sequence[Row]) -> Figure | None:
     """Return `offpolicy.png`: effective sample size, ratios by age, tokens without a gradient, entropy, gradient norm.
 
-    `write_plots` passes the rows of the steps. Returns None if no row has an effective sample size, as in `flash sft`.
+    Returns None if no row has an effective sample size, as in `flash sft`.
     """
     rows = [row for row in metrics if number(row, "ess") is not None]
     if not rows:
@@ -384,8 +383,8 @@ def column(rows: Sequence[Row], key: str) -> Floats:
 def draw_timeline(series: TimelineSeries) -> Figure:
     """Return `timeline.png`: the whole run on top, and below it the close-up, a few steps in detail.
 
-    `write_plots` passes the result of `timeline`. In the whole run, a lane with more than BINS spans is drawn as shares
-    of time, because its bars would be too thin to see.
+    In the whole run, a lane with more than BINS spans is drawn as shares of time, because its bars would be too thin to
+    see.
     """
     lanes = _drawn_lanes(series.lanes)
     figure = new_figure(1.7 + 2 * 0.34 * len(lanes))

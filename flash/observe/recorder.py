@@ -104,10 +104,7 @@ class Recorder:
             self._console.close()
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """Write, print and send the row of a committed step, and return the wish of the alarms that it raises.
-
-        The hub calls this when the trainer ranks have trained the step.
-        """
+        """Write, print and send the row of a committed step, and return the wish of the alarms that it raises."""
         full = {**row, "wall_s": self._now() - self._run_start, **self._receivers.lost()}
         self.directory.append_metrics(full)
         self._console.stage("training")
@@ -208,10 +205,7 @@ class Recorder:
         self._cluster.failed(kind, message)
 
     def cluster(self, hub: HubNow) -> None:
-        """Start to write the state of the cluster for `flash view` and `flash watch`.
-
-        The process of the hub calls this every `flash.observe.cluster.EVERY_S` seconds.
-        """
+        """Start to write the state of the cluster, every `flash.observe.cluster.EVERY_S` seconds."""
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 

@@ -138,7 +138,7 @@ def head_lines(heads: Sequence[MeasuredHead], columns: int) -> Iterator[str]:
     for kind in ("local", "global", ""):
         cells = [f"{one.layer}.{one.head} ({one.span:.1f})" for one in heads if one.kind == kind]
         widths = [len(cell) + GAP for cell in cells]
-        # The kind stands only at the start of its first line.
+        # Only the first line of a kind begins with its name.
         for block in _blocks(widths, columns - LABEL) if cells else ():
             yield _row((kind or "neither") if block.start == 0 else "", cells[block], widths[block])
 
@@ -160,7 +160,7 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
 
 
 def response_lines(response: MeasuredResponse, columns: int) -> Iterator[str]:
-    """Yield a table of a response: a column for each token, with its signals beneath it, each in a row.
+    """Yield a table of a response: a column for each token, with a row for each signal below the text.
 
     `columns` is the width of the terminal. A long response has several blocks of rows, with an empty line after each.
     """
@@ -241,10 +241,10 @@ def rhythm_png(drawn: DrawnRhythm) -> bytes:
 
 
 def draw_rhythm(drawn: DrawnRhythm) -> Figure:
-    """Return the figure: two attention maps, and beneath them WAAD with its plan tokens and FAI with its anchor tokens.
+    """Return the figure: two attention maps, and below them WAAD with its plan tokens and FAI with its anchor tokens.
 
     In the local map, phrases form a sawtooth at the diagonal. In the global map, a token that many later tokens attend
-    to is a column. `rhythm_png` calls this.
+    to is a column.
     """
     figure = new_figure(HEIGHT)
     axes = figure.subplot_mosaic([["local", "global"], ["waad", "waad"], ["fai", "fai"]], height_ratios=[3.6, 1.3, 1.3])

@@ -25,7 +25,7 @@ class Interval(NamedTuple):
 
 
 def difference(one: Interval, other: Interval) -> Interval:
-    """Return other − one for two independent means with their intervals. `flash compare` prints it.
+    """Return other − one for two independent means with their intervals.
 
     The limits are combined by the square-and-add method of Newcombe (1998, "Interval estimation for the difference
     between independent proportions", method 10), which holds for means too (Zou & Donner 2008).
@@ -37,7 +37,7 @@ def difference(one: Interval, other: Interval) -> Interval:
 
 
 class BestOf(NamedTuple):
-    """Best reward among k answers to a problem, in the mean over problems. `best_of_each` makes it."""
+    """Best reward among k answers to a problem, in the mean over problems."""
 
     k: int
     """Number of answers of which the best one counts."""
@@ -66,9 +66,8 @@ def best_of(values: Sequence[float], k: int) -> float:
 def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
     """Return `best_of` with intervals, for k = 1, 2, 4, … and the largest number of answers to a problem.
 
-    `flash eval` prints the result. `answers` has the rewards of each problem's answers. Each k is a mean over the
-    problems with at least k answers. If all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is
-    `mean_interval` of the single answers.
+    `answers` has the rewards of each problem's answers. Each k is a mean over the problems with at least k answers. If
+    all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is `mean_interval` of the single answers.
     """
     most = max(map(len, answers), default=0)
     binary = all(value in (0, 1) for values in answers for value in values)
@@ -77,7 +76,7 @@ def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
     for k in sorted((powers | {most}) - {0}):
         enough = [values for values in answers if len(values) >= k]
         mean, variance = _clustered_mean([best_of(values, k) for values in enough], range(len(enough)))
-        # No more than this number of estimates from separate answers can be made.
+        # k answers give one estimate, so there are at most this many estimates that share no answer.
         separate = sum(map(len, enough)) // k
         if binary:
             interval = _wilson(mean, _effective_size(mean, variance, problems=len(enough), most=separate))

@@ -83,7 +83,7 @@ class TimelineSeries(NamedTuple):
 def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
     """Sort the spans into lanes and choose the close-up, for `timeline.png`; None if there are no spans.
 
-    `flash.observe.plots.write_plots` calls this. `metrics` are the rows of the steps, which say when each step ended.
+    `metrics` are the rows of the steps, which say when each step ended.
     """
     spans = [span for span in spans if span.stop > span.start]  # drop activities that took no time
     if not spans:
@@ -161,7 +161,7 @@ def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     """
     workers = ("engine", "trainer")
     block = next((place for place, word in enumerate(workers) if word in name), len(workers))
-    return block, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+    return block, [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float, float], tuple[int, int] | None]:

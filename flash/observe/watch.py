@@ -121,7 +121,7 @@ class Watched:
         self._evals.read()
         if self._steps.restarts != self._restarts_seen:
             self._reset_alarms()
-        elif self._alarms is None:  # the folder of a run that starts anew has no configuration for a moment
+        elif self._alarms is None:  # a folder has no configuration for a moment while a new run replaces another
             self._alarms = self._new_alarms()
         rows, evals = self._steps.rows, self._evals.rows
         if self._alarms is not None:
@@ -226,8 +226,8 @@ def bar(share: float) -> str:
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return a sparkline: values drawn with at most `width` characters, scaled from the lowest to the highest.
 
-    Each character is the mean of neighbouring values: a space if there is none, `!` if one is not finite. `numbers`
-    passes the values of all rows; None stands for a row without the number.
+    Each character is the mean of neighbouring values: a space if there is none, `!` if one is not finite. None is a row
+    without the number.
     """
     count = min(width, len(values))  # number of characters
     cuts = [len(values) * place // count for place in range(count + 1)] if count else []

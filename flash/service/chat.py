@@ -96,10 +96,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
         return [*self.tools, self.template] if self.template else list(self.tools)
 
     def each(self) -> list[AgentRequest]:
-        """Return one request for each answer that the agent wants, with `choice`, `common` and `size` set.
-
-        `app` makes a call of each in the session of the episode.
-        """
+        """Return one request for each answer that the agent wants, with `choice`, `common` and `size` set."""
         content = self._content()
         common, size = _digest(content), len(content)
         return [
@@ -258,8 +255,6 @@ def _refuse_unsupported(parsed: _ChatBody) -> None:
 
 def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
     """Return messages in the form of the episode. A result of a function gets the function's name from its call.
-
-    `read` calls this for a request, and `flash sft` for a row.
 
     Raises:
         ApiError: a message has an unknown role, calls of functions from another role, or content that is not text.

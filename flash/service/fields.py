@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 def shortened(value: object) -> str:
-    """Return a short representation of a value from a client. The time does not grow with the size of the value."""
+    """Return a representation of a value from a client that is short whatever the size of the value."""
     return repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value)
 
 
@@ -255,15 +255,14 @@ def requested_sampling(body: RequestedSampling) -> tuple[tuple[str, float], ...]
 
 
 def warn_of_ignored_sampling(requested: Iterable[tuple[str, float]], sampling: Sampling) -> None:
-    """Log a warning for each sampling setting of a request that differs from the run's, since it has no effect.
+    """Log a warning for each sampling setting of a request that differs from the one in use, since it has no effect.
 
-    `EpisodeSession.call` calls this for each call. `requested` comes from `requested_sampling`; `sampling` has the
-    settings of the run.
+    `requested` comes from `requested_sampling`; `sampling` has the settings of the episode.
     """
     # This is a warning and not an error: agents are other people's code, and they may set these fields anyway.
     for name, value in requested:
         used = NEUTRAL[name] if name in NEUTRAL else getattr(sampling, name)
-        # In a request, a negative `top_k` means that all tokens may be sampled; in the run's settings, 0 means that.
+        # In a request, a negative `top_k` means that all tokens may be sampled; in settings of Flash, 0 means that.
         if value != used and not (name == "top_k" and value < 0 and used == 0):
             _warn_once(name, value, used)
 
@@ -272,7 +271,8 @@ def warn_of_ignored_sampling(requested: Iterable[tuple[str, float]], sampling: S
 def _warn_once(name: str, value: float, used: float) -> None:
     """Log a warning that an agent's value of a sampling setting has no effect, because `used` is used.
 
-    The cache is here only for its effect that an equal call does nothing, so that each value is reported once.
+    The cache is here only for its effect that an equal call does nothing. So each value is reported once per process,
+    unless 1024 others come between.
     """
     in_evaluations = ", in evaluations eval.temperature" if name == "temperature" else ""
     key = "" if name in NEUTRAL else f" (rollout.{name}{in_evaluations})"

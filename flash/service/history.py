@@ -138,14 +138,15 @@ class History:
             kept, answers = shared[number], len(self._branches[number].answers)
         else:
             # Otherwise a new branch begins, after the last answer that the request shares with any branch. `given` has
-            # the number of shared answers in each branch, and `begins` the number of messages up to the last of them.
+            # the number of shared answers in each branch, and `kept_by_branch` the number of messages up to the last of
+            # them.
             given = [bisect_left(branch.answers, shared[number]) for number, branch in enumerate(self._branches)]
-            begins = [
+            kept_by_branch = [
                 branch.answers[count - 1] + 1 if count else 0
                 for branch, count in zip(self._branches, given, strict=True)
             ]
-            number = max(range(len(begins)), key=begins.__getitem__)
-            kept, answers = begins[number], given[number]
+            number = max(range(len(given)), key=kept_by_branch.__getitem__)
+            kept, answers = kept_by_branch[number], given[number]
         start = ends[number][kept]
         added = self._branches[number].with_known_ids(kept, messages[start:], numbered[start:])
         return Continuation(number, answers, not whole, added)
@@ -182,8 +183,8 @@ class EarlierAnswers:
     def parts(self, text: str) -> list[Message]:
         """Split a text into the messages of the longest earlier text that it begins with, and a message with the rest.
 
-        `completions.read` calls this for each request. Agents often write the stop text of an answer behind it. It is
-        removed from the rest, because the policy has sampled it already.
+        Agents often write the stop text of an answer behind it. It is removed from the rest, because the policy has
+        sampled it already.
         """
         # The keys are copied, because this runs in a thread for long texts, while the event loop may add one.
         earlier = (one for one in list(self._texts) if len(one) < len(text) and text.startswith(one))
@@ -293,7 +294,7 @@ def number_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def says_the_same(known: Message, message: Message) -> bool:
-    """Return True if a message of a request says the same as `known`, a message of a branch. `_repeats` calls this.
+    """Return True if a message of a request says the same as `known`, a message of a branch.
 
     White space at the beginning and end of a text is ignored, except in completions. An assistant's reasoning may be
     missing, or be part of the content between `<think>` and `</think>`. The arguments of a call are compared as JSON

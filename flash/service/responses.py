@@ -499,7 +499,7 @@ class ResponseFormat:
     def _delta_events(self, item: dict[str, Any], text: str) -> Iterator[Event]:
         """Yield the event that adds `text` to an item, and before it the events of its beginning if it is new.
 
-        `piece` calls this for reasoning and content. Each type of item is one item of the answer.
+        The item is the reasoning or the content, of which an answer has one each.
         """
         kind = item["type"]
         if kind not in self._sent_text:

@@ -157,7 +157,7 @@ class Call:
 
     @contextmanager
     def waited_for(self) -> Generator[None]:
-        """Count one request that waits for the answer during the block. `app` uses it for each request.
+        """Count one request that waits for the answer during the block.
 
         A call without such a request has lost its client, so a later equal request may be its retry.
         """
@@ -210,16 +210,13 @@ class Call:
         self._notify()
 
     def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
-        """End the call with its answer. Returns the answer with the message that the agent receives.
-
-        `EpisodeSession.answer` calls this.
-        """
+        """End the call with its answer. Returns the answer with the message that the agent receives."""
         delivered = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
         self._end(delivered)
         return delivered
 
     def refused(self, error: ApiError) -> None:
-        """End the call with an error instead of an answer. `EpisodeSession.refuse` calls this."""
+        """End the call with an error instead of an answer."""
         self._end(error)
 
     def _end(self, outcome: PolicyAnswer | ApiError) -> None:
@@ -263,7 +260,7 @@ class EpisodeSession:
 
     Args:
         rewarding: True if the agent may end its episode with a reward of its own.
-        sampling: the run's sampling settings.
+        sampling: the sampling settings of the episode.
     """
 
     def __init__(self, *, rewarding: bool = False, sampling: Sampling = PLAIN) -> None:
@@ -300,10 +297,10 @@ class EpisodeSession:
     def call(self, request: AgentRequest, key: str | None = None, *, retry: bool | None = None) -> Call:
         """Return the call of a request: a new one, or the earlier one that the request repeats.
 
-        `app` calls this for each answer that an HTTP request wants. A new call is open from then on.
+        A new call is open from then on.
 
         Args:
-            request: the request.
+            request: the request for one answer.
             key: idempotency key; all requests with one key are one call. None: the request has none.
             retry: True if the client marks the request as a retry, False if it marks it as a first try; None if it does
                 neither.
@@ -412,7 +409,7 @@ class EpisodeSession:
         call.refused(error)
 
     def end(self) -> None:
-        """End the episode: refuse all open calls, and all requests from now on. `EpisodeSessions.close` calls this."""
+        """End the episode: refuse all open calls, and all requests from now on."""
         self._ended = True
         while self._open:
             self.refuse(ApiError(401, OVER, "invalid_api_key"))

@@ -127,8 +127,7 @@ def encoded_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
     """Return True if a call names one of the functions in `tools`, and its arguments are a JSON object.
 
-    `envs.agent` calls this for each call of an answer, and counts those that are not well formed. The function's schema
-    is not checked.
+    `envs.agent` counts the calls that are not well formed. The function's schema is not checked.
     """
     if all(tool["function"]["name"] != call.name for tool in tools):
         return False

@@ -256,8 +256,8 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     """Return all bounds on the time of a step of `batch_size` samples, in the order in which they are printed.
 
-    `flash.cli.simulate` calls this for each report. The last but one is the bound of the configured split of the GPUs;
-    the last is the capacity, which is the only lower bound.
+    The last but one is the bound of the configured split of the GPUs; the last is the capacity, which is the only lower
+    bound.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     # Texts for `Bound.values`. E is 1, since a batch is trained once.

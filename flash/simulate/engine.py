@@ -152,12 +152,12 @@ class SimEngine:
 
     @property
     def running(self) -> int:
-        """Number of sequences that the engine decodes. The world's `Meter` reads it."""
+        """Number of sequences that the engine decodes."""
         return len(self._running)
 
     @property
     def occupied(self) -> bool:
-        """True if the engine has a request that runs or waits. The world reads it to find the cause of idleness."""
+        """True if the engine has a request that runs or waits."""
         return bool(self._running or self._waiting)
 
     @property
@@ -247,7 +247,7 @@ class SimEngine:
         return self._dead
 
     async def close(self) -> None:
-        """Cancel the last timer. The supervisor calls this at the end of the run."""
+        """Cancel the last timer."""
         self._cancel_timer()
         await anyio.lowlevel.checkpoint()
 
@@ -473,8 +473,7 @@ class SimEngine:
     def _end_swap(self, now: float) -> None:
         """End a swap: use the new version for all later tokens, and let `load` return.
 
-        The timer that `_between_steps` sets at the beginning of the swap calls this. `now` is the computed end of the
-        swap.
+        `now` is the computed end of the swap.
         """
         swap = self._swap
         assert swap is not None

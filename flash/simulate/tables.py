@@ -39,7 +39,7 @@ WASTE = {
 
 
 def print_run(config: Config, cell: SweepCell) -> None:
-    """Print the results of one simulated run, and its bounds. `flash simulate` without a sweep calls this.
+    """Print the results of one simulated run, and its bounds.
 
     `config` is the configuration that the user gave. A warning is printed if responses were cut.
     """
@@ -170,7 +170,7 @@ def with_progress(reports: Iterable[SimReport], count: int) -> Iterable[SimRepor
 def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
     """Print a table with one row for each cell, in which the recommended cell is marked, and the recommendation.
 
-    `best` is the recommended cell, one of `cells`. `flash simulate --sweep` calls this.
+    `best` is the recommended cell, one of `cells`.
     """
     console = _console()
     keys = list(cells[0].values)

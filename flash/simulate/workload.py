@@ -97,10 +97,7 @@ class Workload:
         return int(uniform(self._seed, _NAME, problem_seed) * _TOKEN_IDS)
 
     def response_tokens(self, key: int) -> int:
-        """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request.
-
-        Simulated engines call this for each request.
-        """
+        """Return the length of a response, between 1 and the limit of the run. `key` is the key of its request."""
         u = uniform(self._seed, _RESPONSE, key)
         if self._length_correlation:
             # Gaussian copula: a number that the tasks of a group share correlates their lengths, while each single

@@ -99,7 +99,7 @@ class Contents(msgspec.Struct, frozen=True):
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
-    # The functions below answer one path each; `answers` has the paths. Each takes the request of the page's script.
+    # Each function below but `run_of` answers a request of the page's script; `answers` has their paths.
     def run_of(request: Request) -> ViewedRun:
         """Return the run that a request names by its number in `runs`."""
         return runs[_number(request, "run", len(runs))]

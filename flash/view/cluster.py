@@ -55,7 +55,7 @@ FIGURES = [
 
 
 def show_cluster(directory: RunDirectory) -> ShownCluster:
-    """Return the cluster page of a run, from the newest snapshot. `flash.view.app` calls this every few seconds."""
+    """Return the cluster page of a run, from the newest snapshot."""
     picture = read_cluster(directory)
     there, now = directory.cluster.exists(), time.time()
     if picture is None:

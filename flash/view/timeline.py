@@ -62,8 +62,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def show_window(spans: Sequence[Activity], start: float | None, stop: float | None) -> Window | None:
-    """Return the lanes of a run between two moments; None if no activity is recorded, or if `stop` is not after
-    `start`.
+    """Return the lanes of a run between two moments; None if no activity is recorded or `stop` is not after `start`.
 
     `spans` are all activities of the run. `start` None is the start of the recorded time, and `stop` None its end.
     """

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.timeline import trace
+from flash.observe.timeline import lane_order, trace
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, metrics_row, spans
 
@@ -48,3 +48,8 @@ def test_every_bar_is_there_once_and_on_a_track_bars_lie_apart_or_inside(bars: l
             first, second = sorted((one, other), key=lambda event: (event["ts"], -event["dur"]))
             end = first["ts"] + first["dur"]
             assert second["ts"] >= end or second["ts"] + second["dur"] <= end
+
+
+def test_lanes_are_ordered_by_numbers_whatever_their_names() -> None:
+    names = ["²", "trainer 0", "engine 10", "engine 2"]
+    assert sorted(names, key=lane_order) == ["engine 2", "engine 10", "trainer 0", "²"]

@@ -148,8 +148,7 @@ SPEED = ColumnGroup(
         Column(
             "abandoned_calls",
             "number of calls of a user's code since the last step that did not end when they were cancelled. Their "
-            "node "
-            "no longer waits for them",
+            "node no longer waits for them",
             form=".0f",
             label="abandoned calls",
             worry="it is above 0: such a call never releases the resources that it holds",
@@ -209,8 +208,7 @@ SPEED = ColumnGroup(
             chart="failures",
             worry="it is above 0 in each step",
             helps="read the error in the terminal, which shows the first failure of each kind. `failures_WHY` in "
-            "`metrics.jsonl` "
-            "counts failures by reason",
+            "`metrics.jsonl` counts failures by reason",
             alarm=Alarm(
                 "failures",
                 0.1,
@@ -224,8 +222,7 @@ SPEED = ColumnGroup(
             "failures_WHY",
             "number of these failures with the reason WHY: `env_error`, `env_timeout`, `reward_error`, `engine_error`, "
             "`engine_killed` (engines died while they worked on the sample), `too_long` (the prompt left no room for "
-            "an "
-            "answer; such a sample is not tried again) or `cancelled` (the node was lost)",
+            "an answer; such a sample is not tried again) or `cancelled` (the node was lost)",
             chart="failures",
         ),
         Column("stale_tokens", "counter of the tokens that were thrown away as too old", "tokens"),

@@ -275,8 +275,7 @@ LOSS = ColumnGroup(
         Column(
             "kl_teacher",
             "mean of the policy's log-prob minus the teacher's log-prob in nats, with `algorithm.teacher`. It "
-            "estimates the KL "
-            "divergence from the teacher",
+            "estimates the KL divergence from the teacher",
             "nats",
             label="from the teacher",
             chart="kl",
@@ -380,8 +379,7 @@ OFF_POLICY = ColumnGroup(
         Column(
             "canary_error",
             "mean absolute difference in nats between the log-probs of engine and trainer on the canary's text. The "
-            "value is "
-            "that of the worst weight swap of any engine so far",
+            "value is that of the worst weight swap of any engine so far",
             "nats",
             form=".1e",
         ),

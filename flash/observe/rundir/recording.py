@@ -59,7 +59,7 @@ class RecordingHead(msgspec.Struct, frozen=True):
 def write_batch(folder: Path, batch: Batch) -> None:
     """Write a batch to the file of its step in `folder`, the `batches/` of a run directory.
 
-    When this returns, the file is complete and on disk. `RunDirectory.write_batch` calls it.
+    When this returns, the file is complete and on disk.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full. The incomplete file is deleted then.
@@ -89,9 +89,6 @@ def write_batch(folder: Path, batch: Batch) -> None:
 
 def read_batch(folder: Path, step: int) -> Batch:
     """Return the batch of a step from its file in `folder`, the `batches/` of a run directory.
-
-    The hub calls it for a step that restarted trainer ranks train again, a resumed run to find out which steps it can
-    train again, and `flash replay` and `flash rhythm` for the step that the user chose.
 
     Raises:
         RecordingError: the file is missing or damaged, or another version of Flash wrote it.
@@ -142,10 +139,9 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def forget_before(folder: Path, step: int) -> None:
-    """Delete the batches of the steps before `step`.
+    """Delete the batches of the steps before `step`, the version of the oldest checkpoint.
 
-    `RunDirectory.write_batch` calls this with the version of the oldest checkpoint: a run that is resumed from a
-    checkpoint of version n makes step n first, and so needs no earlier batch.
+    A run that is resumed from a checkpoint of version n makes step n first, and so needs no earlier batch.
     """
     for recorded in recorded_steps(folder):
         if recorded < step:
@@ -161,7 +157,7 @@ def batch_file(folder: Path, step: int) -> Path:
 
 
 def append_frame(buffer: bytearray, record: Any) -> None:
-    """Append a record to a buffer, in a frame. `write_batch` and the journal call this for each record."""
+    """Append a record to a buffer, in a frame."""
     data = _ENCODER.encode(record)
     buffer += HEADER.pack(len(data), zlib.crc32(data))
     buffer += data
@@ -169,8 +165,6 @@ def append_frame(buffer: bytearray, record: Any) -> None:
 
 def read_frames(source: BinaryIO) -> Iterator[bytes]:
     """Yield each record in msgpack, without its header, from the current place to the end of the file.
-
-    `read_batch` and the journal decode the records.
 
     Raises:
         ValueError: a frame is cut off or damaged. The records before it have been yielded.

@@ -172,11 +172,7 @@ class SampleTimes(msgspec.Struct, frozen=True):
 
 
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
-    """Return lengths and times of a trajectory that was trained at `step`.
-
-    `flash.observe.rundir.batches` calls this for each trained sample of a batch, and appends the results to
-    `samples.jsonl`.
-    """
+    """Return lengths and times of a trajectory that was trained at `step`: a row of `samples.jsonl`."""
     spans = spans_by_turn(trajectory)
     oldest = _oldest_versions(trajectory)
     # The spans of a trajectory with branches are ordered by branch, and its turns by time. Order the versions by turn.
@@ -296,7 +292,7 @@ class AppendedFile:
     def _restore(self) -> None:
         """Write the file again if somebody has deleted or replaced it since the last append, and log a warning.
 
-        `append` calls this first. A file that somebody has cut cannot be restored: then this only logs a warning.
+        A file that somebody has cut cannot be restored: then this only logs a warning.
         """
         if self._descriptor is None:
             return  # Nothing was appended yet.
@@ -358,7 +354,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
-        """Prepare the directory of a run that begins or is resumed, and return it. The recorder calls this first.
+        """Prepare the directory of a run that begins or is resumed, and return it.
 
         Creates the folders and writes the resolved configuration, `config_text`. `resume_at` is the version that a
         resumed run goes on from. Rows of later steps move to `earlier/`, because the run makes these steps again. None
@@ -430,9 +426,9 @@ class RunDirectory:
     def _roll_back(self, resume_at: int) -> None:
         """Move rows and files of steps that the resumed run makes again to `earlier/`, and drop cut-off lines.
 
-        `open` calls this for a run that is resumed from version `resume_at`. A step and its samples stay if the step
-        trained a version before `resume_at`. An evaluation stays if no newer version than `resume_at` sampled for it.
-        Spans stay, because they are about times and not about steps. The summary moves, because the run goes on.
+        The run is resumed from version `resume_at`. A step and its samples stay if the step trained a version before
+        it. An evaluation stays if no newer version sampled for it. Spans stay, because they are about times and not
+        about steps. The summary moves, because the run goes on.
         """
         # Each resume that moves files has its own folder. Somebody may have put others beside them, such as `001 copy`.
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*") if entry.name.isdecimal()]

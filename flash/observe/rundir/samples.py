@@ -170,8 +170,6 @@ def readable(
 ) -> Sample:
     """Return the readable form of a trajectory.
 
-    `flash.observe.rundir.batches` calls this for a few samples of each step, and `flash sample` for each answer.
-
     Args:
         trajectory: the sample, with its tokens as numbers.
         step: step that trained it, from which the ages of its tokens count.
@@ -239,8 +237,7 @@ class SampleOutline(msgspec.Struct, frozen=True):
 def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample]) -> Path:
     """Write the readable samples of a step, and return the file. A step that is made again replaces its file.
 
-    `flash.observe.rundir.batches` calls this after the step is committed, or at the end of the run. `samples` should be
-    a generator: freeing many samples at once would block other threads.
+    `samples` should be a generator: freeing many samples at once would block other threads.
 
     Raises:
         RunDirectoryError: the disk is full, or the folder cannot be written.
@@ -259,10 +256,7 @@ def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample])
 def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
     """Return the readable samples of a step, or of one group of it; empty if the file is missing or damaged.
 
-    `group_id` None means all groups. `flash view` calls this to show a sample or a group.
-
-    Raises:
-        RunDirectoryError: this user has no permission to read the file.
+    `group_id` None means all groups. Raises RunDirectoryError if this user has no permission to read the file.
     """
     rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
     return [found for row in rows if (found := _sample(row)) is not None]
@@ -271,10 +265,7 @@ def read_samples(directory: RunDirectory, step: int, group_id: int | None = None
 def read_outlines(directory: RunDirectory, step: int) -> list[SampleOutline]:
     """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
 
-    `flash view` calls this for its list of samples, and for a search.
-
-    Raises:
-        RunDirectoryError: this user has no permission to read the file.
+    Raises RunDirectoryError if this user has no permission to read the file.
     """
     rows = _read(samples_of(directory, step), list(SampleOutline.__struct_fields__))
     return [found for row in rows if (found := _converted(row, SampleOutline)) is not None]
@@ -295,7 +286,6 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
     """Delete every second file, again and again, until the other files have at most `most_bytes` together.
 
     Returns the bytes of the files that are left. The first and the last file are always kept, also if they are larger.
-    `flash.observe.rundir.batches` calls this when the files have become too large.
 
     Raises:
         RunDirectoryError: a file cannot be deleted.

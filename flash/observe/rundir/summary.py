@@ -26,7 +26,7 @@ groups of samples."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `summary.json`. None stands for what was never measured."""
+    """The content of `summary.json`. A value that was never measured is None."""
 
     initial_reward: float | None
     """Mean reward of the first held-out evaluation."""
@@ -153,10 +153,7 @@ def _stale_share(ledger: Row) -> float | None:
 
 
 def domains_of(*rows: Mapping[str, Any]) -> list[str]:
-    """Return the names of the domains that these rows have columns of, in alphabetical order.
-
-    The terminal shows the reward of each.
-    """
+    """Return the names of the domains that these rows have columns of, in alphabetical order."""
     found = {match[1] for row in rows for key in row if (match := DOMAIN.fullmatch(key)) is not None}
     return sorted(found)
 

@@ -85,7 +85,7 @@ class Receiver:
 def kill_group(process: subprocess.Popen[bytes] | None) -> None:
     """Kill a receiver's process, which has a session of its own, and all processes of its group, if it runs.
 
-    The process still runs afterwards if it has become another user's, as `sudo` does. None stands for no process.
+    The process still runs afterwards if it has become another user's, as with `sudo`. None: there is no process.
     """
     if process is not None and process.poll() is None:
         with suppress(ProcessLookupError, PermissionError):
@@ -135,9 +135,10 @@ class Feed:
         return self._failed + self._dropped
 
     def put(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
-        """Add an event, without waiting. If the queue is full, the event is dropped, unless it is the run's last one.
+        """Add an event, without waiting. The run's last event (`last`) is always added.
 
-        An event for a receiver that catches up is not added, and not counted, if another one waits already.
+        Any other event is dropped if the queue is full. If the receiver catches up and an event waits already, it is
+        neither added nor counted.
         """
         waiting = self._events.qsize()
         if self._receiver.catches_up and waiting and not last:
@@ -211,7 +212,7 @@ class Feed:
         self._call(self._receiver.close)
 
     def _call(self, method: Callable[[], None]) -> bool:
-        """Call a method of the receiver, and return True if it raised nothing. The feed's thread calls this.
+        """Call a method of the receiver, in the feed's thread, and return True if it raised nothing.
 
         The first failure becomes a warning, which `warnings` returns.
         """

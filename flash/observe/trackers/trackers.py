@@ -53,8 +53,6 @@ PARAMETER_LENGTH = 500
 X_AXIS = "train/global_step"
 """Value that Weights & Biases uses as x axis. Its own step counter does not fit: it only grows, but an evaluation may
 be sent after later steps."""
-
-
 NAME_LENGTH = 200
 """Largest number of characters that the part of a value's name after `train/` or `eval/` has in trackers."""
 ALIVE_CHECK_S = 0.5
@@ -222,10 +220,7 @@ TRACKERS: dict[TrackerName, Callable[[RunDescription], Tracker]] = {
 
 
 def not_installed(name: str) -> str | None:
-    """Return an error message if the package of the tracker `name` is missing; None if it is installed.
-
-    `flash train` and `flash doctor` call this in their checks, and `flash track` before it sends rows.
-    """
+    """Return an error message if the package of the tracker `name` is missing; None if it is installed."""
     found = find_spec(name)
     # A folder with the name of the package is no proof: Weights & Biases leaves such a folder in the working directory.
     # Python finds it as a package without a file (`origin`).
@@ -394,7 +389,7 @@ def _read_place(file: Path) -> TrackerPlace:
 
 
 def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row under their names in trackers, as `Tracking.send` passes them to a tracker."""
+    """Return the finite numbers of a row under their names in trackers."""
     known = {key: value for key in row if key not in APART and (value := number(row, key)) is not None}
     return {_tracked_name(kind, key): float(value) for key, value in known.items()}
 
