@@ -24,7 +24,7 @@ from flash.observe.console import Console
 from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches, TokenText
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.rundir.summary import Summary, summarise
+from flash.observe.rundir.summary import Summary, number, summarise
 from flash.observe.trackers.receivers import Receivers
 from flash.types import Activity, Batch, TrainedSample
 from flash.waiting import first_error
@@ -63,7 +63,7 @@ class Recorder:
         self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
         """Directory of the run. The owner also reads evaluations and hub numbers from it."""
         kept_rows = self.directory.read_metrics()
-        self._run_start = now() - (float(kept_rows[-1].get("wall_s", 0.0)) if kept_rows else 0.0)
+        self._run_start = now() - ((number(kept_rows[-1], "wall_s") or 0.0) if kept_rows else 0.0)
         """Time at which the run would have begun without interruptions, in Unix seconds; `wall_s` counts from it."""
         self._console = Console(config)
         self._alarms = Alarms(config.alarms.off)

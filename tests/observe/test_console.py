@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flash.config.tree import Config
-from flash.observe.columns.column import short
+from flash.observe.columns.column import clock, short
 from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
 from flash.observe.rundir.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
@@ -93,6 +93,13 @@ def test_an_accuracy_stands_only_in_the_step_line_that_follows_it(config: Config
 )  # fmt: skip
 def test_a_short_number_has_a_suffix_only_if_it_is_finite(value: float | None, text: str) -> None:
     assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59.6, "1:00"), (3600, "1:00:00"), (-1, "0:00"), (-3700, "0:00"), (math.inf, "-")]
+)
+def test_a_time_has_hours_if_it_needs_them_and_is_never_negative(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
 
 
 def test_missing_numbers_leave_a_dash_and_nan_is_shown(config: Config) -> None:

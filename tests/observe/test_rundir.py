@@ -118,6 +118,14 @@ def test_a_folder_that_somebody_has_put_into_earlier_does_not_stop_a_resume(dire
     assert [row["step"] for row in lines(resumed.earlier / "001" / "metrics.jsonl")] == [0]
 
 
+def test_rows_that_somebody_has_damaged_do_not_stop_a_resume(directory: RunDirectory) -> None:
+    directory.append_metrics({"step": None, "wall_s": None})
+    directory.append_evaluation({"step": "two", "version_max": None})
+    resumed = RunDirectory.open(directory.path, "", resume_at=1)
+    assert resumed.read_metrics() == [{"step": None, "wall_s": None}]
+    assert resumed.read_evaluations() == [{"step": "two", "version_max": None}]
+
+
 def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:
     directory.append_metrics(metrics_row(0))
     resumed = RunDirectory.open(directory.path, "", resume_at=1)

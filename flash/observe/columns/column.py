@@ -229,6 +229,7 @@ def clock(seconds: float) -> str:
     """Return seconds as `m:ss`, from an hour on as `h:mm:ss`; `-` if they are not finite."""
     if not math.isfinite(seconds):
         return BLANK
-    minutes, second = divmod(round(seconds), 60)
+    # A time from another machine, whose clock is ahead, may be in the future: a negative duration is 0.
+    minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -40,7 +40,7 @@ import msgspec
 from flash.branches import spans_by_turn
 from flash.errors import RunDirectoryError
 from flash.observe.rundir import recording
-from flash.observe.rundir.summary import Summary
+from flash.observe.rundir.summary import Summary, number
 from flash.types import Activity, Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -433,8 +433,13 @@ class RunDirectory:
         # Each resume that moves files has its own folder. Somebody may have put others beside them, such as `001 copy`.
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*") if entry.name.isdecimal()]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
-        _split(self.metrics, aside, dict[str, Any], lambda row: row.get("step", 0) < resume_at)
-        _split(self.evals, aside, dict[str, Any], lambda row: row.get("version_max", row.get("step", 0)) <= resume_at)
+        _split(self.metrics, aside, dict[str, Any], lambda row: (number(row, "step") or 0) < resume_at)
+
+        def sampled(row: Row) -> float:
+            """Return the newest version that sampled for an evaluation. A row of `flash sft` has only its step."""
+            return number(row, "version_max" if "version_max" in row else "step") or 0
+
+        _split(self.evals, aside, dict[str, Any], lambda row: sampled(row) <= resume_at)
         _split(self.spans, aside, Activity, lambda _: True)
         _split(self.samples, aside, SampleTimes, lambda sample: sample.step < resume_at)
         for folder in (self.trajectories, self.batches):
