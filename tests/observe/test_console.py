@@ -6,11 +6,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from flash.config.learning import SftConfig
 from flash.config.tree import Config
 from flash.observe.columns.column import clock, short
 from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
+from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 
@@ -146,6 +149,17 @@ def test_a_single_evaluation_is_no_change(config: Config, evaluations: list[dict
     stream = io.StringIO()
     Console(config, stream).finish(summarise(config, [metrics_row(0)], evaluations, ledger={}, restarts=0))
     assert line in stream.getvalue().splitlines()
+
+
+def test_the_result_of_fine_tuning_is_bold_in_a_terminal(config: Config) -> None:
+    stream = Terminal()
+    tuned = msgspec.structs.replace(config, sft=SftConfig(data="rows.jsonl"))
+    directory = RunDirectory.open(config.run_dir, "")
+    for step, loss in ((0, 2.5), (9, 1.25)):
+        directory.append_evaluation({"step": step, "held_out_nll": loss})
+    Console(tuned, stream).finish(summarise(tuned, [metrics_row(0)], [], ledger={}, restarts=0))
+    assert "\x1b[1mheld out" in stream.getvalue()
+    assert "2.5000 -> 1.2500" in stream.getvalue()
 
 
 def test_a_run_without_a_step_says_so_in_a_sentence(config: Config) -> None:
