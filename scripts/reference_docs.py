@@ -104,8 +104,13 @@ def _field_rows(section: type[msgspec.Struct]) -> Iterator[str]:
             default = "empty"
         else:
             default = f"`{show(field.default)}`"
-        cells = (f"`{field.name}`", _value(field.type), default, meanings[field.name])
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield _row(f"`{field.name}`", _value(field.type), default, meanings[field.name])
+
+
+def _row(*cells: str) -> str:
+    """Return a row of a Markdown table. A bar inside a cell is escaped, because it would end the cell."""
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def _value(annotation: Any) -> str:
@@ -200,8 +205,7 @@ def _argument_rows(command: argparse.ArgumentParser) -> Iterator[str]:
     for action in command._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        meaning = (action.help or "") % {"default": action.default}
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in (_shown(action), meaning))} |"
+        yield _row(_shown(action), (action.help or "") % {"default": action.default})
 
 
 def _shown(action: argparse.Action) -> str:

@@ -128,6 +128,7 @@ def _alarms_by_key(row: Row) -> Mapping[str, tuple[Column, Alarm]]:
 def _contribution(key: str, alarm: Alarm, row: Row) -> _Contribution:
     """Return the contribution of a row to the mean of an alarm, whose key is `key`."""
     value = number(row, key) if alarm.number is None else alarm.number(row)
+    # `alarm.number` returns a value for any row, also for one without the numbers that it needs.
     if value is None or key not in row:
         return _Contribution(0.0, 0.0)
     weight = alarm.weight(row)

@@ -98,10 +98,11 @@ def _joined(texts: Iterable[tuple[Column, str]]) -> str:
     for column, text in texts:
         if text:
             by_text.setdefault(text, []).append(column.label)
-    if len(by_text) == 1:
-        return f"{capital(without_marks(*by_text))}."
-    named = ((", ".join(filter(None, labels)), without_marks(text)) for text, labels in by_text.items())
-    return " ".join(f"{capital(f'{labels}: {text}' if labels else text)}." for labels, text in named)
+    sentences: list[str] = []
+    for text, labels in by_text.items():
+        about = ", ".join(filter(None, labels)) if len(by_text) > 1 else ""
+        sentences.append(f"{capital(without_marks(f'{about}: {text}' if about else text))}.")
+    return " ".join(sentences)
 
 
 DRAWN = [_drawn(chart) for chart in CHARTS]

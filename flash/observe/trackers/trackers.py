@@ -114,7 +114,7 @@ class Wandb:
             project=run.project,
             id=self.id,
             name=run.name,
-            resume="allow",
+            resume="allow",  # continue the run of this id if there is one
             config=dict(run.config),
             dir=str(run.folder),
             settings=wandb.Settings(silent=True),
@@ -142,7 +142,7 @@ class Trackio:
             project=run.project,
             name=self.id,
             config=dict(run.config),
-            resume="allow",
+            resume="allow",  # continue the run of this name if there is one
             # No page for a notebook, and no numbers about the machine: Flash sends its own.
             embed=False,
             auto_log_gpu=False,
