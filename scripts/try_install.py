@@ -5,9 +5,9 @@
     python3 scripts/try_install.py --short            # a few unit tests instead of `make check`; minutes
     sudo python3 scripts/try_install.py --user nobody # as an ordinary user, whom root can become
 
-Each trial clones the last commit into a temporary folder with an own home folder, at most 10 GB, which is removed at
-its end. It keeps only the settings of pip that are needed to reach the registry. The script exits with 1 if a step
-failed, and with 2 if an argument is wrong.
+Each trial has a temporary folder, at most 10 GB, with a clone of the last commit and an empty home folder. It is
+removed after the trial. Only the settings of pip that are needed to reach the registry are kept. The script exits with
+1 if a step failed, and with 2 if an argument is wrong.
 """
 
 from __future__ import annotations
@@ -81,9 +81,14 @@ class Row(NamedTuple):
     """True if all steps succeeded."""
 
 
+def on_path() -> Iterator[Path]:
+    """Yield the folders on PATH, as absolute paths, since relative ones mean other folders in a link or a command."""
+    yield from (Path(os.path.abspath(place)) for place in os.environ.get("PATH", "").split(os.pathsep))
+
+
 def folders() -> Iterator[Path]:
     """Yield the folders to search for Pythons, those on PATH first."""
-    yield from map(Path, os.environ.get("PATH", "").split(os.pathsep))
+    yield from on_path()
     for place in PLACES:
         pattern = Path(place).expanduser()
         yield from sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))), reverse=True)
@@ -136,7 +141,7 @@ def without_compilers(folder: Path) -> str:
     """Return a PATH with all programs of the present one except compilers: the new folder `folder`, with links."""
     folder.mkdir()
     # The first program of a name on PATH wins, as in a shell.
-    for place in map(Path, os.environ.get("PATH", "").split(os.pathsep)):
+    for place in on_path():
         for program in listed(place):
             link = folder / program.name
             if not COMPILERS.fullmatch(program.name) and not link.is_symlink():

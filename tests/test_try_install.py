@@ -41,6 +41,13 @@ def test_a_machine_without_a_compiler_has_all_else(tried, tmp_path, monkeypatch)
     assert sorted(file.name for file in path.iterdir()) == sorted(others)
 
 
+def test_a_relative_folder_on_the_path_has_working_links(tried, tmp_path, monkeypatch):
+    program(tmp_path / "all" / "make")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "all")
+    assert (Path(tried.without_compilers(tmp_path / "some")) / "make").read_text().startswith("#!/bin/sh")
+
+
 def test_an_interpreter_is_tried_unless_it_is_old_or_broken_or_of_an_environment(tried, tmp_path):
     told = {"new": "echo 3 12 1 True", "old": "echo 3 9 0 True", "venv": "echo 3 12 1 False", "broken": "exit 1"}
     found = [tried.probe(program(tmp_path / "bin" / name, text)) for name, text in told.items()]

@@ -271,13 +271,11 @@ async def _while_connected(request: Request, wait: Callable[[], Awaitable[object
 class EventStream(StreamingResponse):
     """An HTTP response that streams the answers to one request as server-sent events, while they are sampled.
 
-    `_answered` returns it, and Starlette then calls it to send it.
-
     Args:
         calls: one call for each answer. The first has a piece or an outcome already.
         events: format of the events.
         keep: called with each answer before its end is sent.
-        waits: the counts of this request as a waiting one, ended when the stream has ended or the client has left.
+        waits: holds `Call.waited_for` of each call open. Closed when the stream has ended or the client has left.
     """
 
     media_type = "text/event-stream"

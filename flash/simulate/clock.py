@@ -40,7 +40,7 @@ _SHOWN_TASKS = 20
 def run_virtual(function: Callable[[*ArgsT], Awaitable[ResultT]], *args: *ArgsT) -> ResultT:
     """Run an async function like `anyio.run`, but on a virtual clock that starts at 0. Returns its result.
 
-    Tests and benchmarks call it. Errors of the function are raised as they are.
+    Errors of the function are raised as they are.
 
     Raises:
         ContractError: the tasks wait for each other, or for something outside the process.
