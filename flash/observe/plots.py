@@ -266,11 +266,11 @@ def ratio_quantiles(rows: Sequence[Row]) -> tuple[Floats, Floats]:
 
 def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
     """Return one quantile of `ratio_quantiles`: a weighted geometric mean over all rows; NaN if no row has it."""
-    # `age_2` is the share of the trained tokens that have age 2. A ratio of 0 has no logarithm and is left out.
+    # `age_2` is the share of the trained tokens that have age 2. A ratio that is not positive has no logarithm.
     weighted = [
         (math.log(ratio), (number(row, f"age_{age}") or 0.0) * (number(row, "trained_tokens") or 0.0))
         for row in rows
-        if (ratio := number(row, f"ratio_p{percent}_age_{age}"))
+        if (ratio := number(row, f"ratio_p{percent}_age_{age}") or 0.0) > 0
     ]
     total = sum(weight for _, weight in weighted)
     return math.exp(sum(log_ratio * weight for log_ratio, weight in weighted) / total) if total else math.nan

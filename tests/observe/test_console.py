@@ -111,6 +111,7 @@ def test_missing_numbers_leave_a_dash_and_nan_is_shown(config: Config) -> None:
     console.step({"step": 3.0, "loss": math.nan})
     cells = stream.getvalue().splitlines()[-1].split()
     assert cells[:5] == ["3", "-", "-", "nan", "-"]
+    assert evaluation_line({"mean_reward": 10**400, "best_of_k": math.inf, "k": 2}) == "mean reward -"
     assert set(cells[4:]) == {"-", "-/-"}
 
 

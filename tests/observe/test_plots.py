@@ -88,6 +88,7 @@ def test_ratio_quantiles_over_the_run_weigh_steps_by_their_tokens_of_that_age_in
     rows = [
         metrics_row(0, trained_tokens=100, age_1=0.5, ratio_p99_age_1=2.0),
         metrics_row(1, trained_tokens=300, age_1=0.5, ratio_p99_age_1=32.0),
+        metrics_row(2, trained_tokens=100, age_1=0.5, ratio_p99_age_1=-1.0),  # changed by somebody
     ]
     ages, ratios = ratio_quantiles(rows)
     assert ages.tolist() == [0, 1]

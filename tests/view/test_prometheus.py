@@ -55,6 +55,7 @@ async def test_the_page_tells_the_last_numbers_of_each_run(tmp_path: Path) -> No
 def test_names_of_runs_and_columns_are_labels_whatever_they_hold_and_only_finite_numbers_are_told() -> None:
     name = 'a "run"\\of\nmine{}'
     row = metrics_row(3, **{"env/p{x}": 0.5, 'env/"q"\\\n': 1e-30, "grad_norm": math.nan, "failures_env_error": 2})
+    row |= {"loss": True}
     found = scraped(exposition([Latest(name, row, {}, ended=True)]))
     assert {run for _, run, _ in found} == {name}
     assert found["flash_env_by_kind", name, "p{x}"] == 0.5
@@ -62,6 +63,7 @@ def test_names_of_runs_and_columns_are_labels_whatever_they_hold_and_only_finite
     assert found["flash_failures_by_kind", name, "env_error"] == 2
     assert found["flash_ended", name, ""] == 1
     assert ("flash_grad_norm", name, "") not in found
+    assert ("flash_loss", name, "") not in found
 
 
 def test_a_run_without_a_row_is_told_too_and_none_is_no_error() -> None:

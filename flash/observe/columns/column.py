@@ -205,8 +205,9 @@ def fixed(row: Mapping[str, Any], key: str, digits: int) -> str:
 
     `nan` and `inf` are shown, because a person must see them.
     """
-    value = row.get(key)
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else BLANK
+    # An integer may be too large to be formatted.
+    value = row[key] if isinstance(row.get(key), float) else number(row, key)
+    return formatted(value, f".{digits}f")
 
 
 def short(value: float | None) -> str:

@@ -159,13 +159,15 @@ def domains_of(*rows: Mapping[str, Any]) -> list[str]:
 
 
 def number(row: Row, key: str) -> float | None:
-    """Return the finite number under `key`; None if the row has none.
+    """Return the finite number under `key`; None if the row has none. True and False are no numbers.
 
     A row may have been read from a file that people or other programs have changed, so its values may be anything.
     """
     value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
     # The comparison is False for NaN and infinities, and for integers that are too large to become a float.
-    return value if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else None
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def by_step(rows: Sequence[Row]) -> list[Row]:
