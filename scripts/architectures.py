@@ -124,6 +124,7 @@ def _logprobs_and_gradients(model: PreTrainedModel, logp_T: Tensor) -> tuple[Ten
     # Different weights, so that errors of different tokens do not cancel out.
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
     grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    # The gradient of a sharded parameter is a DTensor, whose `full_tensor` is the whole gradient.
     return logp_T.detach(), {
         name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in grads.items()
     }

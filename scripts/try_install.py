@@ -154,7 +154,7 @@ def steps(python: Python, short: bool) -> list[Step]:
     tests = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-m", "not integration", *SHORT_TESTS]
     return [
         Step("env", ["make", "env", f"PYTHON={python.path}"]),
-        Step("again", ["make", "env"]),
+        Step("again", ["make", "env"]),  # must find the environment up to date
         Step("dry run", ["./launch.sh", "--dry-run"]),
         Step("tests", tests) if short else Step("make check", ["make", "check"]),
     ]

@@ -260,7 +260,8 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     bound.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
-    # Texts for `Bound.values`. E is 1, since a batch is trained once.
+    # Texts for `Bound.values`. E is 1, since a batch is trained once. c and w are not in the paper's formulas: seconds
+    # that do not shrink with more GPUs, of a training step and of the engines' pause for a new version.
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     work_all_gpus = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
@@ -316,7 +317,7 @@ def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
 
 
 def _capacity(q: Quantities, batch_size: int) -> Bound:
-    """Return the step time that no schedule can beat.
+    """Return the bound on the time of a step that no schedule can beat.
 
     It assumes engines that are always full, a trainer that never waits, and the most episodes in flight at all times.
     Three limits give a time each: the engines' places (slots), the trainer, and the number of episodes in flight.

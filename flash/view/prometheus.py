@@ -77,7 +77,7 @@ def exposition(runs: Sequence[Latest]) -> str:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return a dashboard that Grafana can import: a panel for each chart, for all runs or for selected ones."""
+    """Return a dashboard that Grafana can import. Each chart and each number of clusters and engines has a panel."""
     return {
         "title": "Flash",
         "uid": "flash-runs",
