@@ -245,7 +245,7 @@ def domain_line(row: Row) -> str:
 
 
 class _Output:
-    """Output of a run, a terminal or another stream. A run does not end with it: writing never raises.
+    """Output of a run: a terminal or another stream. Writing never raises, so that a run outlives its terminal.
 
     Characters that the encoding of the stream does not have become question marks.
     """

@@ -168,6 +168,14 @@ def test_what_is_no_request_is_refused_in_the_form_of_the_api(given: bytes) -> N
     assert error["type"] == "invalid_request_error"
 
 
+def test_a_refusal_of_a_nested_value_is_short() -> None:
+    value: Any = "x" * 100
+    for _ in range(6):
+        value = [value] * 6
+    status, error = refusal(body(tool_choice=value))
+    assert (status, len(error["message"]) < 1000) == (400, True)
+
+
 def test_another_model_does_not_exist() -> None:
     assert refusal(body(model="gpt-4o"))[0] == 404
     assert refusal(body(model="gpt-4o"))[1]["code"] == "model_not_found"
