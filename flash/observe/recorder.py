@@ -205,7 +205,7 @@ class Recorder:
         self._cluster.failed(kind, message)
 
     def cluster(self, hub: HubNow) -> None:
-        """Start to write the state of the cluster, every `flash.observe.cluster.EVERY_S` seconds."""
+        """Start to write a state of the cluster. One comes every `flash.observe.cluster.EVERY_S` seconds."""
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 

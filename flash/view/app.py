@@ -99,7 +99,7 @@ class Contents(msgspec.Struct, frozen=True):
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     """Return the application for these runs. The page shows the first `shown` runs from the start."""
 
-    # Each function below but `run_of` answers a request of the page's script; `answers` has their paths.
+    # Each function below but `run_of` answers the requests for one path, which `answers` or `routes` names.
     def run_of(request: Request) -> ViewedRun:
         """Return the run that a request names by its number in `runs`."""
         return runs[_number(request, "run", len(runs))]
