@@ -20,7 +20,7 @@ from flash.sampling import Sampling
 
 _SHORT = reprlib.Repr()
 """Makes short representations of values that are not texts."""
-_SHORT.maxlevel = 2  # of more levels, each could show six values for each value of the level above
+_SHORT.maxlevel = 2  # each further level could make a representation six times as long
 
 
 class ApiError(Exception):
