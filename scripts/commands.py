@@ -37,7 +37,6 @@ SWITCHED_OFF = ("PIP_USER", "PIP_REQUIRE_HASHES", "PIP_NO_DEPS", "PIP_DRY_RUN", 
 ELSEWHERE = re.compile(r"^(\w+\.(?:target|prefix|root|python))=", re.MULTILINE)
 """Pattern of options in the output of `pip config list` that install elsewhere and that no variable can switch off."""
 
-
 NO_CONNECTION = re.compile(
     "Temporary failure in name resolution|Name or service not known|No address associated with hostname|"
     "Network is unreachable|No route to host|Connection refused|Connection timed out|Cannot connect to proxy|"
@@ -74,7 +73,7 @@ def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def output(*command: str | Path, more: Mapping[str, str] | None = None, timeout: float | None = None) -> str | None:
-    """Run a command and return its output; None if it fails or takes longer than `timeout` seconds."""
+    """Run a command in `ROOT` and return its output; None if it fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=variables(more), timeout=timeout, cwd=ROOT
@@ -85,22 +84,22 @@ def output(*command: str | Path, more: Mapping[str, str] | None = None, timeout:
 
 
 def run(*command: str | Path, more: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in `LOG`.
+    """Run a command in `ROOT` with its output in `LOG`.
 
     Raises:
         InstallError: the command failed. The message has the end of its output.
     """
-    with LOG.open("a+") as log:
+    with LOG.open("a+", errors="replace") as log:  # a compiler may print bytes that are no text
         start = log.tell()
         done = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, env=variables(more), check=False)
         if done.returncode == 0:
             return
         log.seek(start)
         tail = "".join(log.readlines()[-15:])
-    said = f"{' '.join(map(str, command))[:200]}\nfailed:\n{tail}\nThe whole output is in {LOG}\n"
+    message = f"{' '.join(map(str, command))[:200]}\nfailed:\n{tail}\nThe whole output is in {LOG}\n"
     if unreachable := NO_CONNECTION.search(tail):
-        said += f"No connection ({unreachable[0]}): {NETWORK}\n"
-    raise InstallError(f"{said}The same command continues from here; `rm -rf {VENV}` begins anew.")
+        message += f"No connection ({unreachable[0]}): {NETWORK}\n"
+    raise InstallError(f"{message}The same command continues from here; after `rm -rf {VENV}` it starts from scratch.")
 
 
 def pip(*arguments: str | Path, more: Mapping[str, str] | None = None) -> None:

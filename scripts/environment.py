@@ -27,7 +27,6 @@ that a run imports, which are few of the 22,000 files."""
 FIRST_IMPORTS_CPU = "vllm.v1.worker.cpu_worker, vllm.v1.engine.core, vllm.model_executor.models.qwen3"
 """Modules of the engine's processes on the CPU, which are imported too on a machine without a GPU."""
 
-
 RECIPE = [Path(__file__).with_name(f"{name}.py") for name in ("install", "environment", "packages", "commands")]
 """Scripts that make the environment. After a change of one of them, an environment is out of date."""
 
@@ -71,14 +70,14 @@ def made_elsewhere() -> Path | None:
     return None
 
 
-def create_venv(*, anew: bool = False) -> None:
-    """Make an empty environment with this Python. An environment that works is kept, unless `anew` is True.
+def create_venv(*, keep: bool = True) -> None:
+    """Make an empty environment with this Python. An environment that works is kept, unless `keep` is False.
 
     Raises:
         InstallError: Python has no `venv`, or the folder cannot be written.
     """
     commands.STAMP.unlink(missing_ok=True)
-    version = None if anew else output(commands.PYTHON, "-c", "import sys; print(*sys.version_info[:2])")
+    version = output(commands.PYTHON, "-c", "import sys; print(*sys.version_info[:2])") if keep else None
     if version is not None and tuple(map(int, version.split())) == sys.version_info[:2]:
         # An environment that uv has made has no pip.
         if output(commands.PYTHON, "-m", "pip", "--version") or output(commands.PYTHON, "-m", "ensurepip"):
@@ -89,7 +88,7 @@ def create_venv(*, anew: bool = False) -> None:
         raise InstallError(
             f"`{sys.executable} -m venv` failed:\n{made.stdout}{made.stderr}\n"
             "On Debian and Ubuntu the package python3-venv has what it needs. "
-            "Another Python is named so: make env PYTHON=/path/to/python3.12"
+            "To use another Python: make env PYTHON=/path/to/python3.12"
         )
 
 
@@ -132,7 +131,7 @@ def import_once(modules: str) -> None:
             raise InstallError(
                 f"torch cannot be imported: {why}\n"
                 f"The torch in {commands.VENV} is damaged, or needs a library that neither it nor this machine has. "
-                f"`rm -rf {commands.VENV}` and the same command make it anew. The whole output is in {commands.LOG}"
+                f"`rm -rf {commands.VENV}` and the same command make another. The whole output is in {commands.LOG}"
             ) from None
 
 
@@ -143,6 +142,7 @@ def alone() -> Generator[None]:
     Raises:
         InstallError: the folder cannot be written.
     """
+    # The lock is on this file, which every clone has. To open it for writing fails where `.venv` cannot be made either.
     try:
         descriptor = os.open(__file__, os.O_RDWR)
     except OSError as error:
@@ -174,9 +174,9 @@ def make(install: Callable[[], None] = install) -> None:
     start = time.monotonic()
     sys.stdout.write(f"Making {commands.VENV} (once), with Python {'.'.join(map(str, sys.version_info[:3]))}:\n")
     if elsewhere := made_elsewhere():
-        sys.stdout.write(f"  What is there was made as {elsewhere} and works nowhere else: it is made anew.\n")
+        sys.stdout.write(f"  The present one was made as {elsewhere} and works nowhere else: it is replaced.\n")
     with phase("empty environment"):
-        create_venv(anew=elsewhere is not None)
+        create_venv(keep=elsewhere is None)
     refuse_other_folders()
     shutil.rmtree(commands.SCRATCH, ignore_errors=True)
     commands.SCRATCH.mkdir()

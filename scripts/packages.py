@@ -4,9 +4,9 @@ A machine with an NVIDIA GPU gets `vllm`. Any other machine gets vLLM's CPU buil
 the pins of requirements/*.txt.
 
 Packages are fetched from the index that pip is configured for. uv installs the locked packages, because it fetches and
-unpacks several at once, and pip everything else. For a machine without a GPU, torch comes from the first
-of these that has it: PyTorch's own index of CPU builds; a CPU build that pip's configuration finds (find-links, another
-index); the ordinary build with its CUDA libraries, which also runs without a GPU but takes twice the disk space.
+unpacks several at once, and pip everything else. For a machine without a GPU, torch comes from the first of these that
+has it: PyTorch's own index of CPU builds; a CPU build that pip's configuration finds (find-links, another index); the
+ordinary build with its CUDA libraries, which also runs without a GPU but takes twice the disk space.
 """
 
 from __future__ import annotations
@@ -225,6 +225,7 @@ def check_space(size: Size) -> dict[str, str]:
         InstallError: the disk of `.venv` has too little free space.
     """
     present = gigabytes(commands.VENV)
+    # An environment of nearly its final size is complete but for small changes. The sizes are rounded.
     needed = size.making - present if present < 0.9 * size.made else 0.0
     free = free_space(commands.VENV)
     if free < needed:
@@ -234,12 +235,12 @@ def check_space(size: Size) -> dict[str, str]:
             "Make room there, or clone to another disk."
         )
     off: dict[str, str] = {}
-    told = output(commands.PYTHON, "-m", "pip", "cache", "dir")
-    if told is None:  # The user has switched pip's cache off.
+    folder = output(commands.PYTHON, "-m", "pip", "cache", "dir")
+    if folder is None:  # The user has switched pip's cache off.
         return {"UV_NO_CACHE": "1"}
-    cache = existing(Path(told.strip()))
+    cache = existing(Path(folder.strip()))
     same_disk = cache.stat().st_dev == commands.VENV.stat().st_dev
-    if free_space(cache) - needed * same_disk < size.fetched:
+    if free_space(cache) - needed * same_disk < size.fetched:  # on the same disk, `.venv` takes its part first
         off["PIP_NO_CACHE_DIR"] = "1"
     home = existing(Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
     if home.stat().st_dev != commands.VENV.stat().st_dev and free_space(home) < size.making:
@@ -288,7 +289,7 @@ def install_for_cpu() -> None:
 
     If torch brings CUDA's libraries, these are resolved too, under the constraints of the locked packages.
     """
-    with phase("which torch"):
+    with phase("choice of torch"):
         torch = find_torch(commands.PYTHON)
     announce(f"{torch.requirement} {torch.place}", torch.size)
     no_room = check_space(torch.size)
@@ -303,7 +304,7 @@ def install_for_cpu() -> None:
         with phase("CUDA's libraries"):
             pip("install", "--no-compile", "--constraint", pins(), *needs, more=no_room)
     if has_compiler():
-        with phase("what is compiled for environments"):
+        with phase("packages that are compiled, for environments"):
             # This uses the ordinary temporary folder, because the make files of these packages fail if the path of
             # the folder contains a space.
             pip(*LOCKED, COMPILED_LOCK, more=no_room | {"TMPDIR": tempfile.gettempdir()})

@@ -209,7 +209,7 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
         sys.stdout.write(f"-- {step.name}\n")
         sys.stdout.flush()
         start = time.monotonic()
-        with (work / "log").open("w+") as log:
+        with (work / "log").open("w+", errors="replace") as log:  # tests may print bytes that are no text
             environment = variables(home, path) | ({} if user is None else {"USER": user, "LOGNAME": user})
             done = subprocess.run(
                 step.command,

@@ -139,7 +139,7 @@ def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(scripts, 
     # As launch.sh does it, with the Python that is there.
     made = [scripts.commands.PYTHON, "-c", "import environment; environment.make(install=lambda: None)"]
     done = subprocess.run(made, cwd=tmp_path / "scripts", capture_output=True, text=True, check=True)
-    assert done.stdout.count(f"What is there was made as {there} and works nowhere else: it is") == 1
+    assert done.stdout.count(f"The present one was made as {there} and works nowhere else: it is replaced.") == 1
     subprocess.run([tmp_path / ".venv" / "bin" / "pip", "--version"], check=True, capture_output=True)
     assert scripts.environment.made_elsewhere() is None
 
@@ -213,6 +213,11 @@ def test_a_command_that_fails_shows_the_end_of_its_own_output(scripts):
         scripts.commands.run("sh", "-c", "echo no such package >&2; exit 1")
     assert "no such package" in str(error.value)
     assert "earlier" not in str(error.value)
+
+
+def test_a_command_that_fails_may_print_bytes_that_are_no_text(scripts):
+    with pytest.raises(scripts.commands.InstallError, match="caf\ufffd"):
+        scripts.commands.run("sh", "-c", "printf 'caf\\351'; exit 1")
 
 
 @pytest.mark.parametrize(
