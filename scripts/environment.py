@@ -170,7 +170,7 @@ def install() -> None:
 
 
 def make(install: Callable[[], None] = install) -> None:
-    """Make the environment, or complete one whose installation was interrupted."""
+    """Make the environment, or complete one whose installation was interrupted. Tests replace `install`."""
     start = time.monotonic()
     sys.stdout.write(f"Making {commands.VENV} (once), with Python {'.'.join(map(str, sys.version_info[:3]))}:\n")
     if elsewhere := made_elsewhere():
@@ -187,7 +187,7 @@ def make(install: Callable[[], None] = install) -> None:
 
 
 def main(make: Callable[[], None] = make) -> int:
-    """Make the environment, unless it is up to date. Returns the exit code 0.
+    """Make the environment, unless it is up to date. Returns the exit code 0. Tests replace `make`.
 
     Raises:
         InstallError: `.venv` is a symbolic link, or the environment cannot be made.
