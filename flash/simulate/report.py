@@ -25,7 +25,8 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     """Response tokens that engines sampled, including discarded ones."""
     step_s: float
-    """Seconds per step. If there are more than 2 steps, the first is left out, since it waits for the first samples."""
+    """Seconds per step. If there are more than 2 steps, the first is left out, since it waits for the first samples,
+    unless all of them end at once."""
     samples_per_s: float
     """Trained samples per second, over the steps of `step_s`. Samples whose tokens are all too old do not count."""
     tokens_per_s: float

@@ -24,6 +24,7 @@ import msgspec
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import ClusterConfig, Config, ParallelConfig
 from flash.environment.interface import Environment
+from flash.errors import ConfigError
 from flash.hub import protocol as p
 from flash.hub.context import RunEnd
 from flash.hub.hub import Hub, InProcessCaller
@@ -54,8 +55,8 @@ def simulate(config: Config) -> SimReport:
     """Run a configuration with a `[simulate]` table on a new virtual clock, and return the report.
 
     Raises:
-        FlashError: an error that would also stop the real run, such as BreakerError; or ContractError if the tasks
-            of the simulation wait for each other, or for something outside the process.
+        FlashError: an error that would also stop the real run, such as BreakerError; ContractError if the tasks of the
+            simulation wait for each other, or for something outside the process; ConfigError if nothing takes time.
     """
 
     async def run() -> SimReport:
@@ -350,12 +351,15 @@ class World:
         """Return the report of the run, after `run` has returned `end`.
 
         `real_s` are the real seconds that the simulation took. `lag_s` are the real seconds that 99 % of the passes of
-        its event loop did not exceed. Both are 0 if they were not measured.
+        its event loop did not exceed. Both are 0 if they were not measured. Raises ConfigError if the run took no
+        virtual time, so that it has no rates.
         """
         begun, commits = self._first_lease_at or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
-        skipped = 1 if len(commits) > 2 else 0
-        # The first step waits for the first samples, so rates leave it out.
+        if seconds == 0:
+            raise ConfigError("the simulated run takes no time: set one of the times in [simulate] above 0")
+        # The first step waits for the first samples, so rates leave it out, unless all steps end at once.
+        skipped = 1 if len(commits) > 2 and commits[-1] > commits[0] else 0
         steady_s = commits[-1] - commits[0] if skipped else seconds
         steady = self.trainer.trained[skipped:]
         state_s, place_s = self._measured

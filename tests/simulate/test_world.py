@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
-from flash.errors import BreakerError
+from flash.errors import BreakerError, ConfigError
 from flash.rollout.episode.episode import response_key
 from flash.samples.tasks import TaskSource
 from flash.simulate.clock import VirtualLoop
@@ -62,6 +62,20 @@ def test_law_8_the_same_configuration_gives_the_same_run() -> None:
     assert same(first) == same(again)
     other = simulate(make(run={"seed": 1}))
     assert other.seconds != first.seconds
+
+
+NO_TIME = {"step_s": 0.0, "swap_s": 0.0, "train_step_s": 0.0}
+
+
+def test_a_run_in_which_nothing_takes_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"takes no time: set one of the times in \[simulate\] above 0"):
+        simulate(make(run={"steps": 2}, simulate=NO_TIME))
+
+
+def test_steps_that_end_at_once_all_count_in_the_rates() -> None:
+    report = simulate(make(run={"steps": 3}, simulate=NO_TIME | {"env_s": 1.0}))
+    assert (report.seconds, report.step_s) == (pytest.approx(1.0), pytest.approx(1 / 3))
+    assert report.samples_per_s == pytest.approx(48)
 
 
 def test_law_2_every_task_and_token_of_a_simulated_run_is_booked() -> None:
