@@ -1,11 +1,12 @@
-"""A run on three hosts in which a fault happens every 20 s on average [--seconds 1800] [--seed 0].
+"""A run on three hosts in which a fault happens every 20 s on average [--seconds 1800] [--seed 0] [--stream].
 
 The model and task are those of examples/tiny.toml. The first host has the hub, the trainer and an engine, and the two
 others have an engine each. The seed decides the faults. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a
 process: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it, or `flash train`
 itself. Or it cuts the link of a host, in one direction or in both. A command that ends is started again after 3 s. At
 the end the run is resumed once more, and ends by itself. The files that it leaves show what was lost or counted twice.
-First the *calm run*, the same run without faults, measures the speed for comparison.
+First the *calm run*, the same run without faults, measures the speed for comparison. `--stream` gives both runs
+streamed steps, so that faults also happen in the middle of a step.
 
 Needs Linux, root and iproute2, because the hosts are network namespaces. `--quick` causes each kind of fault once, for
 at most 20 s; it has no `--seconds`.
@@ -20,6 +21,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ class JobResult(msgspec.Struct, frozen=True):
     """Processes and folders that were left after all commands had ended."""
 
 
-async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> JobResult:
+async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: float, *, stream: bool) -> JobResult:
     """Run the job with these faults, from its start to its end.
 
     Args:
@@ -78,9 +80,10 @@ async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: flo
         folder: folder for the run directory and the output of the commands.
         faults: faults, in order. After a run with faults, the job is resumed until it ends by itself.
         seconds: time from the first step with all engines to the end of the faults.
+        stream: True for streamed steps.
     """
     with Hosts(*NAMES) as hosts:
-        job = Job(hosts, name, folder)
+        job = Job(hosts, name, folder, stream=stream)
         async with anyio.create_task_group() as tasks:
             for host in range(len(NAMES)):
                 tasks.start_soon(job.keep, host)
@@ -259,7 +262,7 @@ def tokens_per_second(rows: Iterable[Metrics], begin: float, end: float) -> floa
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> list[Row]:
+def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float, *, stream: bool = False) -> list[Row]:
     """Return the rows of the report, after both runs.
 
     Args:
@@ -267,9 +270,11 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> l
         left: files that it left.
         calm: course of the calm run, whose failures count too.
         calm_per_s: trained tokens per second of the calm run.
+        stream: True if both runs had streamed steps.
     """
     verdict = judge(left)
-    case = f"{len(result.injected)} faults in {result.end - result.begin:.0f} s"
+    steps = "streamed steps, " if stream else ""
+    case = f"{steps}{len(result.injected)} faults in {result.end - result.begin:.0f} s"
     # Unit of each field of the verdict, by the first word of its name.
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
     hangs = len(stretches(left.times, result.begin, result.end, HANG_S)) + len(result.stuck)
@@ -293,13 +298,14 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Run the benchmark with its own options, `--seconds` and `--seed`, and those of every benchmark.
+    """Run the benchmark with its own options, `--seconds`, `--seed` and `--stream`, and those of every benchmark.
 
     Returns the rows. `argv` are the arguments; None: those of the command line.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stream", action="store_true")
     own, rest = parser.parse_known_args(argv)
     if own.seconds is not None and own.seconds < GAP_S:
         parser.error(f"--seconds must be at least {GAP_S:g}, the mean time between two faults")
@@ -316,16 +322,17 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             seconds = faults[-1].at + GAP_S
         folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
         folder.mkdir(parents=True)
-        calm = anyio.run(run_job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
+        job = partial(run_job, stream=own.stream)
+        calm = anyio.run(job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
         calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
-        result = anyio.run(run_job, "broken", folder, faults, seconds)
+        result = anyio.run(job, "broken", folder, faults, seconds)
         (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in result.injected))
-        for name, job in (("calm run", calm), ("run with faults", result)):
+        for name, course in (("calm run", calm), ("run with faults", result)):
             for title in ("orphans", "failed", "stuck"):
-                for line in getattr(job, title):
+                for line in getattr(course, title):
                     print(f"{name}, {title}: {line}")
         print(f"outputs and faults are in {folder}")
-        return rows(result, left_by(folder / "broken"), calm, calm_per_s)
+        return rows(result, left_by(folder / "broken"), calm, calm_per_s, stream=own.stream)
 
     return benchmark("chaos", __doc__ or "", run, rest)
 
