@@ -228,6 +228,8 @@ class Recovery:
         placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
         for id, lease in leases.items():
             entry = entries[id]
+            # A snapshot on a host that is not in the pool any more cannot be removed.
+            lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in placed]
             if (parent := leases.get(entry.parent)) is not None:
                 parent.children.append(lease)
             elif entry.parent:
@@ -318,10 +320,6 @@ class Recovery:
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
         lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
-        # Snapshots that forks began from before the loss are removed with the lease, as far as their hosts are in the
-        # pool.
-        ours = {host.name for host in self._state.hosts()}
-        lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in ours]
         try:
             self._state.submit(lease, only)
         except SandboxError as error:

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 class Instance:
     """One engine and one journal that outlive their services."""
 
-    def __init__(self, cpus: int = 6) -> None:
-        self.maker = engine(cpus)
+    def __init__(self, start_s: float = 0.1) -> None:
+        self.maker = engine(6, start_s=start_s)
         self.journal = MemoryPoolJournal()
         self._crash = Crash(self.maker, journal=self.journal)
 
@@ -239,6 +239,21 @@ def test_a_sandbox_on_a_host_that_is_no_longer_ours_is_told_as_lost():
             with pytest.raises(SandboxLostError):
                 await again.run("true", timeout=1)
             assert (await again.run("true", timeout=1)).ok
+
+    run_virtual(main)
+
+
+def test_a_recovered_lease_whose_forks_began_on_a_host_that_is_no_longer_ours_ends():
+    async def main() -> None:
+        instance = Instance()
+        async with instance.service() as pool:
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
+            await pool.wait_ready(lease, 5)
+        entries = instance.journal.leases.rows
+        entries[lease.id] = msgspec.structs.replace(entries[lease.id], snapshots=(("snapshot", "sold"),))
+        async with instance.last() as pool:
+            await pool.release(find(pool, lease.id))
+            assert pool.state.leases.all() == []
 
     run_virtual(main)
 
