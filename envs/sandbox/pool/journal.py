@@ -76,7 +76,8 @@ def lease_of(entry: Entry, wall: float) -> SandboxLease:
     lease = SandboxLease(entry.lease, msgspec.convert(entry, LeaseOrder, from_attributes=True))
     lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
     lease.snapshots = [*entry.snapshots]
-    if entry.ready:
+    # Otherwise its lifetime has not begun.
+    if entry.ready or entry.generation:
         # At most one whole lifetime: the wall clock may have been set back meanwhile.
         left = min(entry.hard_until - wall, entry.spec.deadline_s)
         lease.hard_until = anyio.current_time() + left

@@ -319,7 +319,7 @@ class Recovery:
         """
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
-        lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
+        lease.sandbox_id, lease.granted = "", anyio.Event()
         try:
             self._state.submit(lease, only)
         except SandboxError as error:

@@ -258,6 +258,26 @@ def test_a_recovered_lease_whose_forks_began_on_a_host_that_is_no_longer_ours_en
     run_virtual(main)
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_restart_does_not_prolong_the_life_of_a_lease_whose_sandbox_is_replaced(ready):
+    async def main() -> None:
+        instance = Instance()
+        async with instance.service() as pool:
+            spec = msgspec.structs.replace(SPEC, deadline_s=1000)
+            lease = pool.order(LeaseOrder(spec=spec, owner="x", on_lost="recreate"))
+            await pool.wait_ready(lease, 5)
+            await anyio.sleep(900)
+        entry = instance.journal.leases.rows[lease.id]
+        instance.journal.leases.rows[lease.id] = msgspec.structs.replace(
+            entry, ready=ready, host="sold", generation=int(not ready)
+        )
+        async with instance.last() as pool:
+            assert find(pool, lease.id).state == "ready"
+            assert find(pool, lease.id).hard_until - anyio.current_time() < 100
+
+    run_virtual(main)
+
+
 class Linked(SimulatedSandbox):
     """Its link can break; it is mended after a while."""
 
