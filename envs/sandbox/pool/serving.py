@@ -296,6 +296,8 @@ class Recovery:
         lease.sandbox = sandbox
         if sandbox is None:
             self._lost_in_restart(lease)
+            lease.generation += 1
+            lease.granted.set()  # It still has its place on its host, where `_obtain` starts the replacement.
         elif lease.generation:
             # Whether the holder already knew of the replacement was lost with the earlier process, so the next call
             # reports it.
@@ -307,19 +309,20 @@ class Recovery:
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
         self._state.failures.failed(error, lease.host)
         lease.lost(None, error)
-        lease.generation += 1
-        lease.granted.set()
         if lease.order.on_lost != "recreate":
             lease.end(str(error), error)
 
     async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
-        """Queue a lease of an earlier run again: it had no sandbox yet, or its host is no longer in the pool.
+        """Queue a lease of an earlier run again.
 
-        A lease that the pool does not accept any more is given up. `only` names the single host for a fork.
+        It had no sandbox yet, its sandbox was being replaced, or its host is no longer in the pool. In the last two
+        cases the next call of the holder reports the loss, and a lease that wants no replacement ends. A lease that the
+        pool does not accept any more is given up. `only` names the single host for a fork.
         """
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
-        lease.sandbox_id, lease.granted = "", anyio.Event()
+            lease.generation += entry.ready  # A replacement that was under way is counted already.
+        lease.sandbox_id = ""
         try:
             self._state.submit(lease, only)
         except SandboxError as error:

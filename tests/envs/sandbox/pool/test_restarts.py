@@ -278,6 +278,29 @@ def test_a_restart_does_not_prolong_the_life_of_a_lease_whose_sandbox_is_replace
     run_virtual(main)
 
 
+def test_a_loss_counts_once_however_often_the_service_restarts_before_the_replacement():
+    async def main() -> None:
+        instance = Instance(start_s=10)
+        async with instance.service() as pool:
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
+            await pool.wait_ready(lease, 20)
+            sandbox_of(pool, lease.id).crash()
+            await anyio.sleep(1)
+            assert lease.generation == 1
+        for _ in range(3):
+            async with instance.service() as pool:
+                await anyio.sleep(1)
+                assert find(pool, lease.id).generation == 1
+        async with instance.last() as pool:
+            sandbox = pool.handle(find(pool, lease.id))
+            with pytest.raises(SandboxLostError, match="did not outlive"):
+                await sandbox.run("true", timeout=1)
+            assert (await sandbox.run("true", timeout=1)).ok
+            assert sandbox.generation == 1
+
+    run_virtual(main)
+
+
 class Linked(SimulatedSandbox):
     """Its link can break; it is mended after a while."""
 
