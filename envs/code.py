@@ -345,8 +345,8 @@ def check_linear(language: str, largest: int, tests: int) -> None:
     """
     if language not in PROGRAMS:
         raise ConfigError(f"problems are made for {' and '.join(PROGRAMS)}, not for {language!r}; give a `path`")
-    if not 1 <= largest <= 999:
-        raise ConfigError(f"largest must be a whole number from 1 to 999, but is {largest!r}")
+    if not 2 <= largest <= 999:  # With 1 no problem is held out.
+        raise ConfigError(f"largest must be a whole number from 2 to 999, but is {largest!r}")
     if not 1 <= tests <= 100:
         raise ConfigError(f"tests must be a whole number from 1 to 100, but is {tests!r}")
 

@@ -231,7 +231,7 @@ def test_right_options_pass_the_check(data):
     [
         ({"language": "cobol"}, "there is no language 'cobol'"),
         ({"language": "c"}, "problems are made for bash and python"),
-        ({"largest": 0}, "largest must be"),
+        ({"largest": 1}, "largest must be"),
         ({"tests": 0}, "tests must be"),
         ({"limits": {"timeout": 0}}, r"`limits\.timeout`: expected a number above 0"),
         ({"limits": {"memory": 5}}, "did you mean `memory_mib`"),
