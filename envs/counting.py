@@ -18,11 +18,14 @@ import random
 import msgspec
 
 from envs.generated import OneTurn, in_held_out_part
-from flash.environment import SolvedExample
+from flash.environment import HELD_OUT, SolvedExample, is_held_out
 from flash.errors import ConfigError
 
 MAX_LONGEST = 4000
 """Upper bound of `longest`, in letters. Each letter is one token of the tiny model's vocabulary."""
+
+MOST_DRAWS = 2000
+"""Most problems drawn to get one of the side that is needed. All problems of a single length may be on one side."""
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,18 @@ class Counting(OneTurn):
         self._signs = _signs(options.longest + 1)
         """Alphabet of the problems, in order."""
 
+    @classmethod
+    def check(cls, options: CountingOptions) -> None:
+        """Draw a training and a held-out problem, so that too narrow lengths are refused before the run.
+
+        The process that reads the configuration calls this.
+
+        Raises:
+            ConfigError: hardly any problem is on one of the two sides.
+        """
+        for seed in (0, HELD_OUT):
+            cls(options)._draw(random.Random(seed), is_held_out(seed))
+
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training problems with answers to teach a small model, half with uniformly drawn lengths."""
         # Usual lengths alone would hardly ever show the last letters of the alphabet.
@@ -72,15 +87,19 @@ class Counting(OneTurn):
     def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
         """Draw a training or a held-out problem. A given length is tried once, then lengths are drawn.
 
-        All problems of one length may be on the other side, so a fixed length could repeat forever.
+        Raises ConfigError if none of `MOST_DRAWS` problems is on the right side.
         """
-        while True:
+        for _ in range(MOST_DRAWS):
             left = length or self._length(rng)
             digit = rng.randrange(10)
             prompt = f"{self._signs[left]}{digit}"
             if in_held_out_part(prompt) == held_out:
                 return SolvedExample(prompt, self._answer(left, digit))
             length = None
+        raise ConfigError(
+            f"none of {MOST_DRAWS} problems that were drawn is a {'held-out' if held_out else 'training'} one: "
+            "give another median, or a larger spread"
+        )
 
     def _reward(self, answer: str, solution: str) -> float:
         """Return the share of the longer text, answer or solution, that is right at its position."""

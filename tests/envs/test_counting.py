@@ -107,6 +107,12 @@ def test_lengths_that_do_not_fit_together_are_refused(options, message):
         CountingOptions(**options)
 
 
+def test_lengths_that_leave_no_held_out_problem_are_refused_before_the_run():
+    with pytest.raises(ConfigError, match="give another median, or a larger spread"):
+        Counting.check(CountingOptions(median=4, spread=0.0))
+    Counting.check(CountingOptions(median=6, spread=0.0))
+
+
 @pytest.mark.anyio
 async def test_a_step_before_reset_is_an_environment_error():
     with pytest.raises(EnvError, match="before reset"):
