@@ -18,6 +18,7 @@ until its time was over gets no verdict either.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -123,7 +124,8 @@ async def choose_program(
     result = await _run(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
         return first  # the chooser failed on these texts or ran out of time, which is no fault of the sandbox
-    return msgspec.json.decode(result.stdout, type=str)
+    # msgspec would refuse a lone surrogate, which an answer may contain.
+    return json.loads(result.stdout)
 
 
 async def run_tests(

@@ -256,6 +256,7 @@ async def test_called_functions_are_provided_with_the_imports_that_such_sites_ha
         ("Here: ```py\nprint(sum(map(int, input().split())))\n```\n```python\nprint(sum(map(\n```", "python", 2),
         ("```bash\nread x y; echo $((x + y))\n```\nOr:\n```bash\nif read x y; then\n```", "bash", 2),
         ("```sh\nread x y; echo $((x + y))\n```\nRun:\n```\n3\n```", "bash", 2),
+        ("```bash\nread x y; echo $((x + y)) # \ud800\n```\nOr:\n```bash\nif read x y; then\n```", "bash", 2),
         ("```python\n```", "python", 0),
     ],
 )
