@@ -7,6 +7,7 @@ packages of the extra `sandbox` are imported in the actions only.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import signal
@@ -40,16 +41,16 @@ async def standard_input() -> bytes:
     """
     if sys.stdin is None or sys.stdin.isatty():
         return b""
-    data = bytearray()
+    data, silence_s = bytearray(), SILENCE_S
     while len(data) <= MAX_INPUT:
-        with anyio.move_on_after(SILENCE_S) as silence:
+        with anyio.move_on_after(silence_s) as silence:
             # A regular file cannot be polled (PermissionError), and can always be read.
             with suppress(PermissionError):
                 await anyio.wait_readable(sys.stdin)
         if silence.cancelled_caught:
             sys.stderr.write("flash: reading the standard input to its end; give `< /dev/null` for none\n")
-            with suppress(PermissionError):
-                await anyio.wait_readable(sys.stdin)
+            silence_s = math.inf  # This is printed only once.
+            continue
         piece = os.read(sys.stdin.fileno(), 1 << 16)
         if not piece:
             return bytes(data)

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.cli import FAILED
+from envs.sandbox.cli import FAILED, SILENCE_S
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.protocol import SandboxOrder
@@ -103,6 +103,21 @@ async def test_what_is_piped_into_a_run_is_the_input_of_its_command(place):
         line = f"printf 'a b\\n' | {sys.executable} -m flash sandbox run {where} 'read x y; echo $y$x'"
         done = await anyio.run_process(["bash", "-c", line])
         assert (done.stdout, done.stderr) == (b"ba\n", b"")
+
+
+async def test_an_input_that_pauses_is_reported_once():
+    program = "import anyio; from envs.sandbox.cli import standard_input; print(anyio.run(standard_input))"
+    process = await anyio.open_process([sys.executable, "-c", program])
+    async with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert (await process.stderr.receive()).startswith(b"flash: reading the standard input")
+        await process.stdin.send(b"a")
+        await anyio.sleep(SILENCE_S + 1)
+        await process.stdin.aclose()
+        assert await process.stdout.receive() == b"b'a'\n"
+        assert [piece async for piece in process.stderr] == []
 
 
 async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
