@@ -171,7 +171,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         try:
             ran, left = await _run_tests(sandbox, task)
         except (SandboxFileError, SandboxLimitError) as error:
-            numbers, note = {}, f"the tests cannot be put into the sandbox: {error}"
+            numbers, note = {}, f"the tests cannot be run: {error}"
         else:
             numbers = {} if ran.timed_out else _numbers(left, task.name)
             note = f"{how_ended(ran)}: {numbers or f'no number in {REWARDS}'}"
@@ -230,10 +230,17 @@ def _finite(number: float) -> float:
 
 
 async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
-    """Run the tests of a task. Returns their result, and the text of each reward file that they left."""
+    """Run the tests of a task. Returns their result, and the text of each reward file that they left.
+
+    Raises:
+        SandboxError: the tests cannot be put into the sandbox, or cannot be started there.
+    """
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)
-    await sandbox.run(["mkdir", "-p", REWARDS, "/logs/agent"], timeout=SETUP_S)
+    # The format promises both folders to the tests.
+    made = await sandbox.run(["mkdir", "-p", REWARDS, "/logs/agent"], timeout=SETUP_S)
+    if not made.ok:
+        raise SandboxFileError(f"{REWARDS} cannot be made: {how_ended(made)}")
     await sandbox.upload(task.tests, "/tests")
     ran = await sandbox.run(["bash", "/tests/test.sh"], timeout=task.verifier.timeout_sec, env=task.verifier.env)
     left: dict[str, str] = {}

@@ -20,7 +20,7 @@ from envs.sandbox.api import Result, Spec
 from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Environment, Informed, Prepared, StepResult, sharing
 from flash.environment.results import check_step_result, metrics_of, note_of
-from flash.errors import ConfigError, EnvError, RewardError, SandboxFileError, SandboxLostError
+from flash.errors import ConfigError, EnvError, RewardError, SandboxFileError, SandboxLimitError, SandboxLostError
 from flash.types import Message
 from tests.envs.adapters.harbor_folder import write_task
 from tests.envs.sandboxes import ScriptedProvider, ScriptedSandbox, result
@@ -33,12 +33,18 @@ class Shelled(ScriptedSandbox):
 
     reward: Mapping[str, str] = MappingProxyType({})
     tested = result()
+    made = result()
     full = False
+    crowded = False
 
     async def run(self, command: str | Sequence[str], **given: Any) -> Result:
         if self.state == "lost":
             raise SandboxLostError("it is gone")
+        if command[0] == "mkdir":
+            return self.made
         if command == ["bash", "/tests/test.sh"]:
+            if self.crowded:
+                raise SandboxLimitError("no process can be started")
             assert "/tests/test.sh" in self.files
             self.files |= {f"/logs/verifier/{name}": text.encode() for name, text in self.reward.items()}
             self.seen.append(repr(given).encode())
@@ -154,7 +160,9 @@ async def test_what_was_there_before_the_tests_is_no_reward(folder: Path) -> Non
     ("sandbox", "note"),
     [
         ({"reward": {"reward.txt": "1"}, "tested": result(timed_out=True, wall_s=120.0)}, "stopped after 120 s: no"),
-        ({"full": True}, "the tests cannot be put into the sandbox: no space left"),
+        ({"full": True}, "the tests cannot be run: no space left"),
+        ({"crowded": True}, "the tests cannot be run: no process can be started"),
+        ({"made": result(exit_code=1)}, "the tests cannot be run: /logs/verifier cannot be made: exit code 1"),
         ({"reward": {"reward.txt": " \n"}, "tested": result(exit_code=3)}, "exit code 3: no number"),
     ],
 )
