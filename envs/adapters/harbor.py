@@ -102,7 +102,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
     def __init__(self, options: HarborOptions) -> None:
         super().__init__(options)
         self._box_and_shell: tuple[Sandbox, Session] | None = None
-        """The episode's sandbox and its shell session; None until the first command."""
+        """The episode's sandbox and its shell session; None until the first use."""
 
     @classmethod
     def check(cls, options: HarborOptions) -> None:
@@ -122,12 +122,13 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         Each node calls this once before its first episode, so that missing parts are found early.
 
         Raises:
-            ConfigError: there is no engine, or a package or a token is missing.
+            ConfigError: there is no engine, a package or a token is missing, or a folder is not a valid task.
             SandboxError: the engine or the service does not answer, or the image does not start.
         """
+        tasks = await anyio.to_thread.run_sync(options.tasks, abandon_on_cancel=True)
         # The judge of a node holds the pool of sandboxes that all environments of the node share.
         judge = await shared_judge(options.pool, cls.opener)
-        async with judge.sandboxes.borrow(options.spec_of(options.tasks().train[0]), options.pool.wait):
+        async with judge.sandboxes.borrow(options.spec_of(tasks.train[0]), options.pool.wait):
             pass
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:

@@ -5,6 +5,7 @@ Their sandboxes are scripted here; in a real container in `tests/envs/sandbox/te
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ import anyio
 import pytest
 
 from envs.adapters.harbor import Harbor, HarborOptions, read_json, read_text
-from envs.adapters.harbor_tasks import read_task
+from envs.adapters.harbor_tasks import HarborTask, read_task
+from envs.data.split import Split
 from envs.sandbox.api import Result, Spec
 from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Environment, Informed, Prepared, StepResult, sharing
@@ -213,6 +215,24 @@ async def test_a_sandbox_that_is_lost_is_an_error_and_never_a_reward(folder: Pat
     assert provider.out == 0
     with pytest.raises(EnvError, match="before reset"):
         await Harbor(HarborOptions(path=str(folder))).step("x")
+
+
+@pytest.mark.anyio
+async def test_a_node_reads_the_tasks_beside_its_event_loop(folder: Path) -> None:
+    readers: list[threading.Thread] = []
+
+    class Watched(HarborOptions, frozen=True, kw_only=True, dict=True):
+        def tasks(self) -> Split[HarborTask]:
+            readers.append(threading.current_thread())
+            return super().tasks()
+
+    class Scripted(Harbor):
+        opener = staticmethod(Provider().open)
+
+    async with sharing("test"):
+        await Scripted.prepare(Watched(path=str(folder), held_out_fraction=0.5))
+    assert readers
+    assert threading.current_thread() not in readers
 
 
 def test_a_task_says_what_its_sandbox_may_use(folder: Path) -> None:
