@@ -138,7 +138,7 @@ class FakeImages:
             with tarfile.open(fileobj=content) as archive:
                 archive.extractall(folder, filter="tar")
         self.kept[name] = (folder, dict(labels))
-        return content.tell()
+        return content.getbuffer().nbytes
 
     async def make(self, archive: Path, name: str) -> None:
         """Record an empty image of this name. The archive is not read."""
@@ -260,7 +260,7 @@ class FakeContainers:
             # collector warns about them.
             await anyio.sleep(_DROP_SECONDS)
         with suppress(OSError):
-            remove(str(container.folder))
+            remove(str(container.folder))  # Not `rmtree`, which fails on a very deep tree.
 
 
 class FakeAgents:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+
 import pytest
 
+from envs.sandbox.engines.fake import FakeBackend
 from flash.errors import SandboxLimitError
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +33,19 @@ async def test_more_names_than_there_is_room_for_are_no_way_either(bench):
         with pytest.raises(SandboxLimitError, match="too many files"):
             async for _ in sandbox.send_tree(sandbox.hello.workdir, 1 << 20, heads=0):
                 pass
+
+
+async def test_a_fake_snapshot_has_the_size_of_its_archive():
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as writer:
+        writer.addfile(tarfile.TarInfo("empty"))
+
+    async def pieces():
+        yield archive.getvalue()
+
+    async with FakeBackend() as backend:
+        size = await backend.images.commit("any", name="copy:1", labels={}, files=pieces(), most=1 << 20)
+    assert size == len(archive.getvalue())
 
 
 @pytest.mark.parametrize("kind", [pytest.param("containers", marks=pytest.mark.integration)])
