@@ -16,7 +16,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import msgspec
@@ -481,12 +481,14 @@ class LocalHost:
     # ---- checks of the engine
 
     async def _check_engine(self) -> None:
-        """Check if the engine answers, and remove containers without an owner, until cancelled.
+        """Check if the engine answers, remove containers without an owner, and renew the lock file, until cancelled.
 
         `look_s` passes between two checks: the engine sends no event for a container that its owner forgot. The host
         takes no sandboxes while the engine does not answer.
         """
         while True:
+            with suppress(OSError):
+                os.utime(self._identity.lock)  # The lock may be in /tmp, from which the system removes old files.
             try:
                 with anyio.fail_after(self._settings.answer_s):
                     self._capacity = self._promised(await self._maker.capacity())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import anyio
 import pytest
 
 from envs.sandbox.pool.host import Container, HostSettings
+from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import (
     Identity,
     Labels,
@@ -58,6 +60,20 @@ def test_a_lock_dies_with_its_process(tmp_path):
         process.kill()
         process.wait()
         assert owner_alive(mine, machine()) is OwnerAlive.NO
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_host_keeps_the_lock_file_of_its_service_from_cleaners_of_old_files(tmp_path):
+    with OwnerLock(tmp_path / "lock") as lock:
+        host = LocalHost("a", engine(), Identity.of("svc", lock))
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(host.run, lambda: None)
+            for _ in range(2):
+                os.utime(lock.path, (0, 0))
+                await anyio.sleep(HostSettings().look_s + 1)
+                assert lock.path.stat().st_mtime > 0
+            tasks.cancel_scope.cancel()
 
 
 @pytest.mark.anyio
