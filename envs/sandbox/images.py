@@ -121,12 +121,14 @@ def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
         _run(["tar", "-c", "--numeric-owner", "-C", str(root), "-f", str(target), "."])
 
 
-def _run(command: Sequence[str], stdin: object = None) -> str:
+def _run(command: Sequence[str], stdin: object = None, *, timeout_s: float = 600.0) -> str:
     """Run a command and return its output. Raises ConfigError if it fails, with the end of its output."""
     try:
-        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=600)  # type: ignore[call-overload]
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=timeout_s)  # type: ignore[call-overload]
     except OSError as error:
         raise ConfigError(f"images are made of Debian packages, which needs `{command[0]}`: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{' '.join(command[:4])} … did not end within {timeout_s:g} s; try again") from error
     if done.returncode != 0:
         raise ConfigError(f"{' '.join(command[:4])} … failed: {(done.stderr or done.stdout).strip()[-800:]}")
     return done.stdout
