@@ -28,16 +28,19 @@ import msgspec
 
 from envs import nested
 from envs.judging.judge import SandboxOpener
+from envs.mixture import Mixture
 from envs.nested import load_tasks
 from envs.programs import run_command
 from envs.relay.boxed import BoxOptions, box_of, run_boxed, try_box
 from envs.sandbox.open import open_sandboxes
+from envs.tools import ToolEnv
 from flash.config.objects import load_object
 from flash.environment import (
     Environment,
     EpisodeView,
     Expected,
     Info,
+    Informed,
     ResetResult,
     SolvedExample,
     StepResult,
@@ -230,7 +233,14 @@ class Agent:
         Raises:
             ConfigError: an option is invalid. The message names the fault.
         """
-        nested.check(*options.environment)
+        kind, kwargs = options.environment
+        nested.check(kind, kwargs)
+        kinds = [maker.env for maker in kwargs["options"].makers.values()] if issubclass(kind, Mixture) else [kind]
+        if refused := next((each for each in kinds if issubclass(each, Agent | ToolEnv)), None):
+            raise ConfigError(
+                f"`tasks`: {refused.__name__} cannot give tasks to an agent, because each of the two decides what the "
+                f"policy is asked: name the environment of {refused.__name__}'s own `tasks` instead"
+            )
         _ = options.agent
 
     @classmethod
@@ -266,6 +276,8 @@ class Agent:
             EnvError: the agent ended, or rewarded itself, before its first request.
         """
         self._tasks = wrap(self._make_tasks())
+        if isinstance(self._tasks, Informed):
+            self._tasks.inform(self._episode)
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
         self._endpoint = await shared(ENDPOINT, open_endpoint)
         self._session, self._key = self._endpoint.sessions.open(

@@ -16,7 +16,7 @@ import pytest
 from envs.agent import Agent, AgentOptions
 from envs.mixture import Mixture, MixtureOptions
 from flash.branches import branch_tokens, spans_by_turn, split_branches
-from flash.environment import Environment, Informed, WarmStart
+from flash.environment import Environment, EpisodeView, Informed, WarmStart
 from flash.errors import ConfigError
 from flash.service.app import RETRIES
 from flash.simulate.clock import run_virtual
@@ -517,6 +517,30 @@ def test_what_a_user_says_alone_is_a_task() -> None:
     )
 
 
+class Remaining(Numbers):
+    """Tasks that are worth the number of answers that are left."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.episode = episode
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(self.episode.turns_left), True, False, {}
+
+
+REMAINING = {"path": f"{__name__}:Remaining"}
+
+
+@pytest.mark.parametrize(
+    "tasks", [REMAINING, {"path": "envs.mixture:Mixture", "options": {"kinds": {"one": REMAINING}}}]
+)
+def test_tasks_that_read_the_episode_are_given_it(tasks: dict[str, Any]) -> None:
+    options = AgentOptions(function=f"{__name__}:asks_once", tasks=tasks)
+    Agent.check(options)
+    played = run_virtual(lambda: play(Agent(options), says("fine"), max_turns=3))
+    assert isinstance(played, Trajectory), played
+    assert played.reward == 2
+
+
 async def needs_whole_answers(base_url: str, api_key: str, task: str) -> str:
     """As the agents of openai-agents do over the responses."""
     async with NODE.client(base_url, api_key) as client:
@@ -614,6 +638,23 @@ def test_options_that_cannot_work_are_refused_by_name(given: dict[str, Any], mes
     with pytest.raises(ConfigError) as refused:
         Agent.check(AgentOptions(**({"tasks": TASKS} | given)))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"path": "envs.agent:Agent", "options": {"command": ["a"], "tasks": TASKS}},
+        {
+            "path": "envs.tools:ToolEnv",
+            "options": {"tools": {"x": {"path": "envs.tools.sandboxed:Bash"}}, "tasks": TASKS},
+        },
+    ],
+)
+def test_tasks_that_steer_the_policy_are_refused_also_in_a_mixture(inner: dict[str, Any]) -> None:
+    mixture = {"path": "envs.mixture:Mixture", "options": {"kinds": {"one": {"path": TASKS["path"]}, "two": inner}}}
+    for tasks in (inner, mixture):
+        with pytest.raises(ConfigError, match=r"`tasks`: .*name the environment of .* own `tasks` instead"):
+            Agent.check(AgentOptions(command=["a"], tasks=tasks))
 
 
 def test_an_agent_may_be_one_environment_of_a_mixture() -> None:
