@@ -48,7 +48,7 @@ class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fences: tuple[str, ...] = ()
     """Names of fenced blocks for this language, besides its own. Versions are ignored: `python3.11` is `python`."""
     choose: _Words | None = None
-    """Command that chooses the program among an answer's blocks, like `envs.judging.chooser`. None: the last block."""
+    """Command that chooses the program in an answer, like `envs.judging.chooser`. None: the most likely block."""
 
 
 LANGUAGES: dict[str, Language] = {

@@ -109,7 +109,8 @@ class Found(NamedTuple):
     blocks: list[list[str]]
     """For each block, the texts that it may be, the most likely first."""
     certain: bool
-    """True if there is only one candidate."""
+    """True if the first text is the program as it stands: there is no other text, its block is closed or is a single
+    line without fences, and nothing in the block looks typeset or copied."""
 
 
 def find_blocks(answer: str, names: Sequence[str]) -> Found:
@@ -282,7 +283,8 @@ def _closing(fences: list[Fence], place: int) -> int:
     """Return the index of the fence that ends the block opened by `fences[place]`; `len(fences)` if none does.
 
     As in Markdown, the end has the same marks, at least as many. It has no text after the marks. A fence with a
-    sentence, or one that begins another block of the language, also ends a block.
+    sentence, or one that begins another block of the language, also ends a block if nothing but list or quotation marks
+    precedes it.
     """
     opening = fences[place]
     indent = len(opening.before) if opening.clean else 0

@@ -105,9 +105,10 @@ class SuiteVerdict(msgspec.Struct, frozen=True):
 async def choose_program(
     sandbox: Sandbox, found: Found, language: Language, suite: Suite, limits: JudgingLimits
 ) -> str:
-    """Return the program to grade among the blocks of an answer; empty if there is none.
+    """Return the program to grade, chosen from the blocks of an answer; empty if there is none.
 
-    A choice between several texts is made in the sandbox, before `run_tests`.
+    Unless the first text is surely the program, the language's chooser decides in the sandbox, before `run_tests`. It
+    may also repair a text that was typeset or indented, or cut a program out of prose.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -157,7 +158,8 @@ async def run_cases(
 ) -> list[CaseOutcome]:
     """Run tests in order on the program in the sandbox, until the time is used up or, without `every`, one fails.
 
-    Returns one outcome for each test that ran.
+    Returns one outcome for each test that ran, and one with the cause `timeout` for the first test for which nothing of
+    the `limits.total` seconds was left.
 
     Raises:
         LostInTestError: the sandbox was lost while a test ran.

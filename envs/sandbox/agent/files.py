@@ -32,7 +32,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to open a folder whose content is listed, sent or removed. A link that has replaced the folder must not be
 followed."""
 SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Path in a snapshot's image of the tar archive with the working directory of the sandbox that it was made of.
+"""Path of a tar archive in the image of a snapshot. It has the working directory of the sandbox that was saved.
 
 `envs.sandbox.engines.docker_images` puts it there, because a working directory in memory is not part of an image."""
 SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -187,8 +187,8 @@ def refusal(path: str, error: OSError) -> CallRefusal:
 def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
     """Return a range of a regular file, and values that identify the file and its content.
 
-    The values are device, number, time of change in nanoseconds, and size. The host compares them between the ranges of
-    one read. The range is shorter than `limit` bytes only at the end of the file. Raises CallRefusal.
+    The values are device, number, time of modification in nanoseconds, and size. The host compares them between the
+    ranges of one read. The range is shorter than `limit` bytes only at the end of the file. Raises CallRefusal.
     """
     try:
         # A pipe without a writer would block for ever.
@@ -213,7 +213,7 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
 
 
 class Write:
-    """A file that is replaced, or appended to, while its bytes arrive.
+    """A file whose new content arrives in pieces. `commit` replaces the old file; appended bytes are written at once.
 
     The operation `write` makes it, `data` and `eof` add to it. `receive_tree` makes one for an archive of one file.
     """
@@ -649,9 +649,10 @@ def pieces_of(archive: object, member: object) -> object:
 
 
 def restore_tree(path: str) -> None:
-    """Unpack the files of a snapshot into the folder `path`, if the image has them.
+    """Unpack the archive of a snapshot's image into `path`, the working directory of this sandbox.
 
-    Runs in a worker process, at the start of a sandbox whose image is a snapshot.
+    Does nothing if the image has no archive: the files are then in the image itself. Runs in a worker process, at the
+    start of a sandbox whose image is a snapshot.
     """
     if os.path.exists(SNAPSHOT_FILE):
         os.dup2(os.open(SNAPSHOT_FILE, os.O_RDONLY), 0)

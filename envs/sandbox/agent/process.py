@@ -607,7 +607,7 @@ def adopted() -> "list[int]":
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:
             return [int(word) for word in file.read().split()]
-    except OSError:  # A kernel may be built without this file.
+    except OSError:  # A kernel may be built without this file. Those that have ended are then missing.
         return [stat.pid for stat in processes() if stat.parent == own]
 
 

@@ -256,8 +256,8 @@ class AgentSandbox(Sandbox):
         while len(data) < wanted or first is None:
             size = min(wanted - len(data), READ_PIECE)
             argument = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
-            # The agent sends the file's device, number, time of change and size with each range. If they differ between
-            # two ranges, the ranges do not belong to the same content.
+            # The agent sends the file's device, number, time of modification and size with each range. If they differ
+            # between two ranges, the ranges do not belong to the same content.
             identity, output = await channel.ask("read", argument, list[int], ANSWER_SECONDS, room=size)
             if first not in (None, identity):
                 raise SandboxFileError(f"{path}: changed while it was read; try again")

@@ -187,7 +187,7 @@ class _Waiting(msgspec.Struct):
     """Names of hosts where its start has failed, which are taken only if there is no other."""
 
     def order(self) -> tuple[bool, int, int]:
-        """Return the sort key among the requests of one owner and shape."""
+        """Return the sort key among the requests of one owner."""
         return not self.late, 0 if self.late else -self.request.priority, self.arrival
 
 

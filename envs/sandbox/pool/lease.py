@@ -122,7 +122,7 @@ class SandboxLease:
         self.cleared = False
         """True once the lease's snapshots are being removed and its journal entry deleted: nothing may be written any
         more."""
-        self.starts = 0
+        self.failed_starts = 0
         """Number of failed starts in a row."""
         self.uses = 0
         """Number of calls of the holder in progress. The lease does not idle while it is above 0."""

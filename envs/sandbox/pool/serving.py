@@ -139,12 +139,12 @@ class LeaseServer:
                 if self.state.failures.start_failed(lease, error):
                     self.tasks.start_soon(self._reopen, lease.host)
                 avoid.add(lease.host)
-                lease.starts += 1
-                if lease.starts >= self.settings.start_attempts:
+                lease.failed_starts += 1
+                if lease.failed_starts >= self.settings.start_attempts:
                     raise
             else:
                 self.state.failures.started(lease)
-                lease.starts = 0
+                lease.failed_starts = 0
                 return sandbox
             self.state.failures.refuse_bad_kind(lease.spec)
             lease.set("queued", "to be tried again")
