@@ -104,13 +104,17 @@ class LeaseServer:
             error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
             self.state.failures.failed(error, lease.host)
             lease.lost(sandbox, error)
-            if lease.order.on_lost != "recreate" or lease.generation >= self.settings.recreate_attempts:
+            if not self.replaces(lease):
                 raise error
             lease.generation += 1
             lease.set("starting", str(error))
             await self._close_sandbox(sandbox)
             lease.sandbox = None
             self.state.put_back(lease, avoid=set())
+
+    def replaces(self, lease: SandboxLease) -> bool:
+        """Return True if the lost sandbox of a lease must be replaced."""
+        return lease.order.on_lost == "recreate" and lease.generation < self.settings.recreate_attempts
 
     def _hand_out(self, lease: SandboxLease, sandbox: Sandbox) -> None:
         """Give the lease its sandbox, and set it `ready`. The lifetime of the lease begins with its first sandbox."""
@@ -295,8 +299,7 @@ class Recovery:
         """Serve a lease of an earlier run, with its old sandbox; None: the sandbox is lost."""
         lease.sandbox = sandbox
         if sandbox is None:
-            self._lost_in_restart(lease)
-            lease.generation += 1
+            self._lost_in_restart(lease, lease.host)
             lease.granted.set()  # It still has its place on its host, where `_obtain` starts the replacement.
         elif lease.generation:
             # Whether the holder already knew of the replacement was lost with the earlier process, so the next call
@@ -304,24 +307,25 @@ class Recovery:
             lease.lost(None, SandboxLostError(f"sandbox {lease.id} was replaced before its service restarted"))
         self._server.serve(lease)
 
-    def _lost_in_restart(self, lease: SandboxLease) -> None:
-        """Record the loss of a lease's sandbox in a restart. Ends the lease unless it wants a replacement."""
+    def _lost_in_restart(self, lease: SandboxLease, host: str) -> None:
+        """Record the loss of a lease's sandbox on `host` in a restart. Ends the lease unless it gets another one."""
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
-        self._state.failures.failed(error, lease.host)
+        self._state.failures.failed(error, host)
         lease.lost(None, error)
-        if lease.order.on_lost != "recreate":
+        if not self._server.replaces(lease):
             lease.end(str(error), error)
+        lease.generation += 1
 
     async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
         """Queue a lease of an earlier run again.
 
         It had no sandbox yet, its sandbox was being replaced, or its host is no longer in the pool. In the last two
-        cases the next call of the holder reports the loss, and a lease that wants no replacement ends. A lease that the
-        pool does not accept any more is given up. `only` names the single host for a fork.
+        cases the next call of the holder reports the loss, and a lease without a further replacement ends. A lease that
+        the pool does not accept any more is given up. `only` names the single host for a fork.
         """
         if entry.ready or entry.generation:
-            self._lost_in_restart(lease)
-            lease.generation += entry.ready  # A replacement that was under way is counted already.
+            lease.generation -= not entry.ready  # A replacement that was under way is counted already.
+            self._lost_in_restart(lease, entry.host)
         lease.sandbox_id = ""
         try:
             self._state.submit(lease, only)

@@ -15,6 +15,7 @@ from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryPoolJournal
 from envs.sandbox.pool.lease import PROBE_S, REPLACED_WAIT_S, LeasedSandbox, LeaseOrder, LeasingPool, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
+from envs.sandbox.pool.state import PoolSettings
 from flash.errors import SandboxClosedError, SandboxLostError
 from flash.simulate.clock import run_virtual
 from tests.envs.sandbox.pools import FEW_WARM, SPEC, Crash, engine, pool_of, sandbox_of
@@ -297,6 +298,25 @@ def test_a_loss_counts_once_however_often_the_service_restarts_before_the_replac
                 await sandbox.run("true", timeout=1)
             assert (await sandbox.run("true", timeout=1)).ok
             assert sandbox.generation == 1
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("ready", "state"), [(True, "failed"), (False, "ready")])
+@pytest.mark.parametrize("host", ["a", "sold"])
+def test_a_loss_in_a_restart_is_one_of_those_after_which_a_sandbox_is_replaced(ready, state, host):
+    async def main() -> None:
+        instance = Instance()
+        async with instance.service() as pool:
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
+            await pool.wait_ready(lease, 5)
+        most = PoolSettings().recreate_attempts
+        entry = instance.journal.leases.rows[lease.id]
+        instance.journal.leases.rows[lease.id] = msgspec.structs.replace(entry, ready=ready, host=host, generation=most)
+        instance.maker.sandboxes.clear()
+        async with instance.last() as pool:
+            assert find(pool, lease.id).state == state
+            assert {failure.where for failure in pool.state.failures.recent} == {host}
 
     run_virtual(main)
 
