@@ -170,11 +170,8 @@ class LeaseServer:
 
     async def _finish(self, lease: SandboxLease) -> None:
         """Remove everything of a lease, in this order: forks, sandbox, snapshots, journal entry, place on its host."""
-        for child in lease.children:
-            child.end("the sandbox it was forked from ended")
         lease.set("failed" if lease.error is not None else "closed", lease.ending)
-        for child in lease.children:
-            await child.done.wait()
+        await self.end_forks(lease)
         if lease.sandbox is not None:
             await self._close_sandbox(lease.sandbox)
         lease.cleared = True
@@ -183,6 +180,13 @@ class LeaseServer:
         lease.sandbox = None
         self.state.remove(lease)
         lease.done.set()
+
+    async def end_forks(self, lease: SandboxLease) -> None:
+        """End the forks of a lease, and wait until everything of them is removed."""
+        for child in lease.children:
+            child.end("the sandbox it was forked from ended")
+        for child in lease.children:
+            await child.done.wait()
 
     async def forget_snapshots(self, lease: SandboxLease) -> None:
         """Remove the snapshots that the lease's forks began from."""
@@ -337,7 +341,8 @@ class Recovery:
         self._server.serve(lease)
 
     async def _give_up(self, lease: SandboxLease) -> None:
-        """Remove the snapshots and the journal entry of a lease that is not served."""
+        """End the forks of a lease that is not served, and remove its snapshots and its journal entry."""
+        await self._server.end_forks(lease)
         await self._server.forget_snapshots(lease)
         await self._server.journal.leases.drop(lease.id)
         lease.done.set()

@@ -166,6 +166,26 @@ def test_a_lease_that_is_given_up_at_the_start_leaves_no_snapshot_and_holds_up_n
     run_virtual(main)
 
 
+def test_forks_whose_origin_is_given_up_at_the_start_end_too():
+    async def main() -> None:
+        instance = Instance()
+        async with instance.service() as pool:
+            lease = pool.order(LeaseOrder(spec=SPEC, owner="x", on_lost="recreate"))
+            await pool.wait_ready(lease, 5)
+            await pool.fork(lease, 2)
+        # As if it had been lost and was to be made again.
+        entry = instance.journal.leases.rows[lease.id]
+        again = msgspec.structs.replace(entry, ready=False, host="", sandbox_id="", generation=1)
+        instance.journal.leases.rows[lease.id] = again
+        async with pool_of(instance.maker, journal=instance.journal, max_waiting=0) as pool:
+            await anyio.sleep(10)
+            assert pool.state.leases.all() == []
+            assert instance.maker.sandboxes == {}
+            assert instance.maker.snapshots == {}
+
+    run_virtual(main)
+
+
 def test_forks_whose_origin_ended_before_the_restart_end_too():
     async def main() -> None:
         instance = Instance()
