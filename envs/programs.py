@@ -52,7 +52,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
             streams.start_soon(_gather, process.stdout, written)
             streams.start_soon(_gather_ends, process.stderr, complaint)
             with suppress(anyio.BrokenResourceError):  # the program may end without reading its task
-                await process.stdin.send(task.encode())
+                await process.stdin.send(task.encode("utf-8", "replace"))
             await process.stdin.aclose()
             await process.wait()
             streams.cancel_scope.deadline = anyio.current_time() + REST_S

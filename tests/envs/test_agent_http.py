@@ -168,6 +168,10 @@ async def test_a_program_that_is_not_there_or_is_killed_is_told_as_such() -> Non
         await run_command(["sh", "-c", "kill -SEGV $$"], "", "", "")
 
 
+async def test_a_lone_surrogate_in_a_task_reaches_a_program_as_a_question_mark() -> None:
+    assert await run_command(["cat"], "", "", "a\ud800") == "a?"
+
+
 async def test_an_answer_that_is_too_long_is_an_error_and_not_cut() -> None:
     assert len(await run_command(["sh", "-c", f"head -c {OUTPUT_BYTES} /dev/zero"], "", "", "")) == OUTPUT_BYTES
     with pytest.raises(EnvError, match="`sh` wrote more than 1048576 bytes to its standard output"):
