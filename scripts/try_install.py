@@ -52,7 +52,8 @@ SHORT_TESTS = (
     *("tests/test_imports.py", "tests/test_lock.py", "tests/algorithms", "tests/transport"),
     *("tests/simulate/test_clock.py", "tests/trainer/test_model.py"),
 )
-"""Unit tests that `--short` runs: a few that depend on torch and on the interpreter. They take less than a minute."""
+"""Unit tests that `--short` runs: a few that depend on torch and on the interpreter. They take less than a minute. They
+run in one process, because the imports of each further process would take longer than the tests."""
 
 
 class Python(NamedTuple):
@@ -151,7 +152,7 @@ def without_compilers(folder: Path) -> str:
 
 def steps(python: Python, short: bool) -> list[Step]:
     """Return the commands of a trial, in order. `short` replaces `make check` by SHORT_TESTS."""
-    tests = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-m", "not integration", *SHORT_TESTS]
+    tests = [".venv/bin/python", "-m", "pytest", "-q", "-m", "not integration", *SHORT_TESTS]
     return [
         Step("env", ["make", "env", f"PYTHON={python.path}"]),
         Step("again", ["make", "env"]),  # must find the environment up to date
