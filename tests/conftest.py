@@ -6,8 +6,8 @@ clock, where waiting takes no time. A synchronous test reaches the virtual clock
 
 Schedule for several workers (`pytest -n 3`): a worker runs all tests of a *group*, one after the other. A file is a
 group, except that the tests of several hosts or jobs are one group, the tests that import vLLM another, and the tests
-with containers a third. So no two tests that need the same network, container engine or import run at the same time.
-The groups that take longest begin first, so that all workers end at about the same time.
+with real containers a third. So no two tests that need the same network, container engine or import run at the same
+time. The groups that take longest begin first, so that all workers end at about the same time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,21 @@ imported."""
 MODELS = Path(__file__).parents[1] / "outputs" / "models"
 """Folder of the models that tests fetch: the default folder of runs that start in the checkout."""
 
-FIRST = ("engines", "containers", "hosts", "tests/integration/", "tests/trainer/", "tests/envs/")
+FIRST = (
+    *("containers", "hosts", "engines", "tests/integration/", "tests/trainer/"),
+    *("tests/slurm/", "tests/simulate/", "tests/envs/", "tests/view/", "tests/run/", "tests/cli/"),
+)
 """Groups, and folders of groups, that workers take before all others, in this order."""
+
+REAL_CONTAINERS = tuple(
+    f"tests/envs/sandbox/{name}.py"
+    for name in (
+        *("engines/test_docker", "engines/test_layers", "local/test_files", "local/test_snapshots"),
+        *("local/test_takeover", "service/test_security_files", "test_cli", "test_doctor", "test_faults"),
+        *("test_harbor", "test_judged", "test_relay", "test_swe"),
+    )
+)
+"""Files whose tests start real containers, beside the tests with the parameter `containers`."""
 
 IMPORT_VLLM = ("test_touched.py", "test_tokenizer_tools.py")
 """Files, beside the files with `vllm` in their names, whose tests import vLLM, which takes five seconds of CPU time."""
@@ -56,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank_of(group_of(item.nodeid)))
+    for item in items:
+        if "engine_url" in getattr(item, "fixturenames", ()):
+            assert group_of(item.nodeid) == "containers", f"{item.nodeid}: name its file in REAL_CONTAINERS"
 
 
 def group_of(nodeid: str) -> str:
@@ -65,7 +81,7 @@ def group_of(nodeid: str) -> str:
         return "hosts"
     if "vllm" in path or path.endswith(IMPORT_VLLM):
         return "engines"
-    return "containers" if "/sandbox/" in path else path
+    return "containers" if path in REAL_CONTAINERS or "containers" in nodeid.partition("[")[2] else path
 
 
 def rank_of(group: str) -> int:
