@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.fil
 
 
 QUESTIONS = ("What is the capital of France?", "Name a colour.", "What is 20 + 22? Reply with only the number.")
+ANSWER = 12
+"""Tokens of an answer to one of `QUESTIONS`: enough for the name of the capital."""
 DTYPE = "bfloat16" if computes_bfloat16() else "float32"
 """The default precision; float32 on a CPU that emulates bfloat16, where a step would take minutes."""
 TEXT = f"""
@@ -49,7 +51,8 @@ function = "agent_openai:solve"
 tasks = {{{{ path = "envs.instructions:Instructions", options = {{{{ kinds = ["begin", "without"] }}}} }}}}
 
 [rollout]
-max_new_tokens = 32
+group_size = 4
+max_new_tokens = 16
 
 [engine]
 max_sequences = 16
@@ -57,17 +60,23 @@ enforce_eager = true
 kv_cache_gib = 0.25
 
 [train]
-batch_size = 16
+batch_size = 8
 max_tokens_per_microbatch = 1024
 
 [eval]
 every = 0
-problems = 8
+problems = 4
 
 [cluster]
 gpus_per_node = 0
 """
 """All settings of weights and objective are defaults."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Compute in one thread: beside other tests, threads that wait for each other only take their time."""
+    torch.set_num_threads(1)
 
 
 def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
@@ -88,7 +97,7 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     run = start(text=TEXT.replace("MODEL", str(smollm2)).replace("EXAMPLES", str(REPOSITORY / "examples")))
     assert run.wait(400) == 0, run.text()
     summary = run.summary()
-    assert (summary["samples"], summary["failures"]) == (32, 0)
+    assert (summary["samples"], summary["failures"]) == (16, 0)
     assert 0 < summary["canary_error"] < MIN_TOLERANCE[DTYPE]
     (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
     assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
@@ -102,7 +111,7 @@ def test_an_agent_is_trained_on_it_with_the_defaults_and_what_is_exported_says_t
     for prompt in prompts:
         given = torch.tensor([prompt])
         with torch.inference_mode():
-            said = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False)
+            said = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=ANSWER, do_sample=False)
         expected.append(said[0, len(prompt) :].tolist())
     assert "Paris" in tokenizer.decode(expected[0])
     output = tmp_path / "said.json"
@@ -134,7 +143,7 @@ async def greedy(config: Config, prompts: Sequence[list[int]]) -> list[list[int]
     try:
         for prompt in prompts:
             pieces = [
-                piece async for piece in engine.generate(ResponseRequest(prompt, 24, key=0, sampling=Sampling(0.0)))
+                piece async for piece in engine.generate(ResponseRequest(prompt, ANSWER, key=0, sampling=Sampling(0.0)))
             ]
             said += [list(piece.token_ids) for piece in pieces if isinstance(piece, Completion)]
     finally:
