@@ -153,16 +153,16 @@ def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, res
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("ranks", "tables"),
+    ("ranks", "layers", "tables"),
     [
-        (2, {}),
-        (2, {"lora": {"rank": 4}}),
-        (1, {"train": {"optimizer": "muon"}}),
+        (2, 6, {}),  # more layers than a plan runs
+        (2, 4, {"lora": {"rank": 4}}),
+        (1, 4, {"train": {"optimizer": "muon"}}),
     ],
     ids=["two", "two, adapters", "one, muon"],
 )
-def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, tables: dict[str, Any]) -> None:
-    wide = write_model(tmp_path / "wide", tied=True, num_hidden_layers=6, hidden_size=64, intermediate_size=256)
+def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, layers: int, tables: dict[str, Any]) -> None:
+    wide = write_model(tmp_path / "wide", tied=True, num_hidden_layers=layers, hidden_size=64, intermediate_size=256)
     train = {"max_tokens_per_microbatch": 128} | tables.get("train", {})
     seen: list[dict[str, Any]] = []
     for how in ({}, HOST):
