@@ -37,8 +37,9 @@ MODELS = Path(__file__).parents[1] / "outputs" / "models"
 """Folder of the models that tests fetch: the default folder of runs that start in the checkout."""
 
 FIRST = (
-    *("containers", "hosts", "engines", "tests/integration/", "tests/trainer/"),
-    *("tests/slurm/", "tests/simulate/", "tests/envs/", "tests/view/", "tests/run/", "tests/cli/"),
+    *("containers", "hosts", "engines", "tests/integration/", "tests/trainer/", "tests/slurm/", "tests/simulate/"),
+    *("tests/envs/", "tests/view/", "tests/run/", "tests/cli/", "tests/test_install.py", "tests/benchmarks/"),
+    *("tests/rollout/", "tests/weights/"),
 )
 """Groups, and folders of groups, that workers take before all others, in this order."""
 
