@@ -22,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 env:
 	@$(PYTHON) scripts/install.py
 
-# Run the unit tests, which use the virtual clock and fakes, and the linters. The types of the whole code take a minute of
-# two cores, so only `make test` checks them all. Here pyright reads the files that differ from the last commit.
+# Run the unit tests, which use the virtual clock and fakes, and the linters. The types of the whole code take 80 seconds
+# of a core, so only `make test` checks them all. Here pyright reads the files that differ from the last commit.
 check: env
 	@$(MAKE) --no-print-directory --jobs=2 unit lint-changed
 
