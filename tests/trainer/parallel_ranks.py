@@ -179,6 +179,10 @@ def main(folder: Path, ranks: int, rank: int) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=300),
     )
+    # Two ranks check that sequences may share rows in these layouts. More ranks only divide the samples.
+    for layout in LAYOUTS.values():
+        for kind in layout.kinds if layout.ranks < ranks else ():
+            Trainer.packed[Trainer.packing_key(configured(folder, kind, layout))] = True
     results: dict[tuple[str, str], Any] = {}
     for name, layout in LAYOUTS.items():
         for kind in layout.kinds if layout.ranks == ranks else ():

@@ -37,13 +37,18 @@ class Trainer(step.Trainer):
     """
 
     packed: ClassVar[dict[tuple[object, ...], bool]] = {}
-    """True if sequences may share rows, by everything that the check depends on except the weights."""
+    """True if sequences may share rows, by `packing_key`."""
 
-    def _check_packing(self) -> None:
-        own, model = self._config, self._config.model
+    @staticmethod
+    def packing_key(own: Config) -> tuple[object, ...]:
+        """Return everything that the packing check of this configuration depends on, except the weights."""
+        model = own.model
         described = (Path(model.path) / "config.json").read_bytes()
         sizes = (model.dtype, model.head_dtype, model.max_length, own.train.max_tokens_per_microbatch)
-        key = (described, *sizes, own.train.activation_checkpointing, repr((own.lora, own.parallel, own.cluster)))
+        return (described, *sizes, own.train.activation_checkpointing, repr((own.lora, own.parallel, own.cluster)))
+
+    def _check_packing(self) -> None:
+        key = self.packing_key(self._config)
         if key not in self.packed:
             super()._check_packing()
             self.packed[key] = takes_packed_rows(self.model)
