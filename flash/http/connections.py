@@ -28,8 +28,11 @@ internal that a new version lacks:
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
+import sys
+import termios
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
@@ -181,16 +184,20 @@ class SendTimer:
     def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
         self._transport = transport
         self._limits = limits
-        self._waiting = 0
-        """Bytes that waited to be sent when the current measurement began."""
+        self._least = limits.bytes_per_s * limits.stall_s
+        """Bytes that a client at the slowest rate reads during one measurement."""
+        self._ahead = self._least
+        """Bytes by which the client is ahead of the slowest rate, at most `_least`."""
+        self._unread = 0
+        """Bytes that the client had not read when the current measurement began."""
         self._timer: asyncio.TimerHandle | None = None
         """Timer of the current measurement; None if nothing is measured."""
 
     def start(self) -> None:
-        """Measure for `stall_s` seconds from now on. `HttpConnection.pause_writing` calls this when bytes wait."""
-        self.stop()
-        self._waiting = self._transport.get_write_buffer_size()
-        self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._check)
+        """Measure from now on, `stall_s` seconds at a time. `HttpConnection.pause_writing` calls this when bytes
+        wait."""
+        self._ahead = self._least
+        self._measure()
 
     def stop(self) -> None:
         """Stop measuring: no bytes wait, or the connection has ended."""
@@ -198,15 +205,34 @@ class SendTimer:
             self._timer.cancel()
             self._timer = None
 
+    def _measure(self) -> None:
+        """Begin a measurement, which ends with `_check`."""
+        self.stop()
+        self._unread = self._count_unread()
+        self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._check)
+
     def _check(self) -> None:
-        """End the connection if the client has read less than `bytes_per_s`, else measure again. Called by the
-        timer."""
-        # uvicorn lets the application write nothing while bytes wait, so the client has read the difference.
-        taken = self._waiting - self._transport.get_write_buffer_size()
-        if taken < self._limits.bytes_per_s * self._limits.stall_s:
+        """End the connection if the client has read nothing, or less than `bytes_per_s` for a longer time; else measure
+        again. Called by the timer."""
+        # uvicorn lets the application write nothing while bytes wait, so the client has read the difference. It counts
+        # as read in bursts, because the client's kernel accepts more only when much of its buffer is free. So the bytes
+        # beyond the slowest rate count for the next measurement, too.
+        taken = self._unread - self._count_unread()
+        self._ahead = min(self._ahead + taken - self._least, self._least)
+        if self._ahead <= 0:
             self._transport.abort()
         else:
-            self.start()
+            self._measure()
+
+    def _count_unread(self) -> int:
+        """Return the bytes of answers in asyncio's buffer, and those in the kernel's that the client's machine has not
+        acknowledged."""
+        # asyncio's buffer alone would not do: it stands still until the kernel's buffer, of some MB, is one third free.
+        number = self._transport.get_extra_info("socket").fileno()
+        if number < 0:  # the socket is closed, and `HttpConnection.connection_lost` is about to be called
+            return 0
+        in_kernel = int.from_bytes(fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return self._transport.get_write_buffer_size() + in_kernel
 
 
 class HttpConnection(H11Protocol, asyncio.BufferedProtocol):

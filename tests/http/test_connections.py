@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import socket
+import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flash.http.connections import PIECE, SIZED_PIECE, HttpLimits
+from flash.http.connections import PIECE, SIZED_PIECE, HttpLimits, SendTimer
 from flash.http.server import MAX_JSON_VALUES, HttpAddress, open_socket, read_body, serving
 
 pytestmark = pytest.mark.anyio
@@ -139,3 +144,41 @@ async def test_a_body_of_countless_lists_objects_or_keys_is_refused_before_it_is
 
     with pytest.raises(HTTPException, match="lists, objects and keys"):
         await read_body(Request({"type": "http", "headers": []}, receive), 1 << 24)
+
+
+class Waiting(asyncio.Transport):
+    """A transport whose own buffer stands still, because the kernel's buffer is full."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__({"socket": connected})
+        self.aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return 1 << 20
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize(
+    ("bursts", "kept"), [([4] * 16, True), ([1, 7] * 8, True), ([7, 1] * 8, True), ([3] * 8, False), ([0], False)]
+)
+async def test_a_client_that_reads_in_bursts_is_kept_if_its_average_rate_suffices(bursts: list[int], kept: bool):
+    """`bursts` has the number of pieces that the client reads in each measurement; four are enough."""
+    here, there = socket.socketpair()
+    with here, there:
+        piece, pieces = bytes(1000), 80
+        for _ in range(pieces):
+            here.send(piece)
+        unread = int.from_bytes(fcntl.ioctl(here.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        transport = Waiting(here)
+        timer = SendTimer(transport, HttpLimits(stall_s=1.0, bytes_per_s=4 * unread // pieces))
+        timer.start()
+        await anyio.sleep(0.5)
+        for count in bursts:
+            for _ in range(count):
+                there.recv(len(piece))
+            await anyio.sleep(1.0)
+        timer.stop()
+        assert transport.aborted != kept
