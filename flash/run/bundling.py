@@ -98,28 +98,30 @@ def own_sources(objective: str, imported: Collection[str]) -> dict[str, Path]:
         imported: names of the modules that were imported for it.
 
     Raises:
-        ConfigError: a file cannot be carried, because of its name.
+        ConfigError: a module cannot be carried: it is compiled, or its name is unusual.
     """
     if not runs_foreign_code(objective):
         return {}
     parts = objective.partition(":")[0].split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    folders = [Path(folder).resolve() for folder in own_folders()]
+    folders = own_folders()
     found: dict[str, Path] = {}
     for name in sorted({*around, *imported}):
         source = getattr(sys.modules.get(name), "__file__", None)
         if source is None or name.partition(".")[0] in ("flash", "envs", SHIPPED):
             continue
-        path = "/".join([CODE, *name.split(".")]) + ("/__init__.py" if Path(source).stem == "__init__" else ".py")
-        file = Path(source).resolve()
-        relative = Path(*Path(path).parts[1:])
+        # Links are not resolved: a linked module lies where the link is.
+        file = Path(os.path.abspath(source))
+        stem = name.replace(".", "/") + "/__init__" * file.name.startswith("__init__.")
         # A module is the user's own if it lies in an own folder at the place that its name says. An installed package
         # below such a folder, for example in a virtual environment, lies elsewhere.
-        if any(folder / relative == file for folder in folders):
-            if not MEMBER.fullmatch(path) or len(path) > LONGEST_NAME:
+        if any(str(file).startswith(os.path.join(folder, f"{stem}.")) for folder in folders):
+            path = f"{CODE}/{stem}.py"
+            if file.suffix != ".py" or not MEMBER.fullmatch(path) or len(path) > LONGEST_NAME:
                 raise ConfigError(
-                    f"algorithm.objective: the module {name} cannot be put into a bundle: expected a name of ASCII "
-                    f"letters, digits and _ of at most {LONGEST_NAME} characters with its packages; rename it"
+                    f"algorithm.objective: the module {name} ({file}) cannot be put into a bundle: expected Python "
+                    "source (.py), and a name of ASCII letters, digits and _ of at most "
+                    f"{LONGEST_NAME} characters with its packages; rename it, or install the package that it is in"
                 )
             found[path] = file
     return found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import io
 import json
+import py_compile
 import re
 import shutil
 import socket
@@ -29,7 +31,7 @@ from flash.errors import ConfigError, FlashError, RecordingError
 from flash.observe.rundir.recording import append_frame, read_frames
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.bundle import BundleHead, open_bundle
-from flash.run.bundling import make_bundle
+from flash.run.bundling import make_bundle, own_sources
 from flash.run.replay import plan_step
 from flash.trainer.checkpoint_files import step_folder
 from tests.run.bundle_cases import (
@@ -245,6 +247,24 @@ def test_code_of_a_bundle_runs_only_if_it_is_trusted(
             sys.modules.pop(name, None)
     assert "[running code of the bundle: my_own.scaled:Scaled, from code/my_own/__init__.py" in told
     assert "version 2: every weight equals the run's (checkpoint step-000002), bit for bit" in told
+
+
+def test_a_linked_module_is_put_into_a_bundle_and_a_compiled_one_is_refused(
+    tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    (shared / "linked_one.py").write_text("")
+    (own / "linked_one.py").symlink_to(shared / "linked_one.py")
+    py_compile.compile(str(shared / "linked_one.py"), str(own / "compiled_one.pyc"))
+    monkeypatch.syspath_prepend(own)
+    for name in ("linked_one", "compiled_one"):
+        importlib.import_module(name)
+    assert own_sources("linked_one:X", []) == {"code/linked_one.py": own / "linked_one.py"}
+    for objective, others in (("compiled_one:X", []), ("linked_one:X", ["compiled_one"])):
+        with pytest.raises(ConfigError, match=r"module compiled_one .* expected Python source"):
+            own_sources(objective, others)
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
