@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
-from flash.run.checks.dry_run import try_own_answer
+from flash.run.checks.dry_run import try_arguments, try_own_answer
 from flash.run.node_loop import explain_engine_start, limit_held_out_problems, report_startup
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
@@ -97,6 +98,25 @@ async def test_a_dry_run_tries_the_answer_of_a_row(tmp_path: Path, answer: objec
     env = LoadedEnvironment("envs.dataset:DatasetEnv", {**files, "verifier": verifier})
     (line,) = await try_own_answer(make_config(), env, 0)
     assert re.search(said, line)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, [6, 7]), (2, [0, 1])])
+def test_a_dry_run_has_vllm_check_its_arguments_with_the_gpus_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, gpus: list[int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    (tmp_path / "config.json").touch()
+    config, change, given = make_config(), msgspec.structs.replace, list[dict[str, Any]]()
+    # With two nodes the first one has trainer ranks alone.
+    cluster = change(config.cluster, nodes=nodes, gpus_per_node=8, trainer_ranks=4 + 2 * nodes)
+    engine = change(config.engine, tensor_parallel=2, count=1, vllm={"max_num_batched_tokens": 4096})
+    config = change(config, cluster=cluster, engine=engine, model=change(config.model, path=str(tmp_path)))
+
+    def maker(arguments: dict[str, Any]) -> Any:
+        given.append(arguments)
+
+    assert try_arguments(config, maker) == "vLLM takes max_num_batched_tokens"
+    assert given[0]["device_ids"] == gpus
 
 
 class SleepsInStep:

@@ -8,10 +8,11 @@ objective computes a loss.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -26,6 +27,7 @@ from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError, EnvError
+from flash.foreign import vllm
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
@@ -78,24 +80,27 @@ def dry_run(config: Config) -> list[str]:
     if config.observe.sink is not None:
         lines.append(f"sink: {config.observe.sink} takes what it will be called with")
     if config.engine.vllm:
-        lines.append(f"engine: {_engine(config)}")
+        lines.append(f"engine: {try_arguments(config)}")
     return lines
 
 
-def _engine(config: Config) -> str:
-    """Return a sentence about vLLM's check of its arguments (`[engine.vllm]`), of which some are given.
+def try_arguments(config: Config, maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker) -> str:
+    """Let vLLM check the arguments in `[engine.vllm]`, which is not empty, and return a sentence about the result.
 
-    vLLM checks them fully only if the GPUs and the model are there.
+    The configuration's checks have compared names and types. vLLM's own check of the values needs the GPUs and the
+    model, so without them it is left out. Tests replace `maker`, which does that check.
 
     Raises:
-        ConfigError: vLLM refuses the arguments.
+        ConfigError: vLLM refuses the arguments, or has no attention for the model.
     """
     names, model = ", ".join(config.engine.vllm), Path(config.model.path)
     is_there = (model / "config.json").is_file() or "model.path" in hub_models(config)
     if count_gpus() < config.gpus_per_node or not is_there:
-        return f"vLLM has {names}, and makes more of them where an engine starts"
+        return f"the arguments {names} are known; vLLM checks their values only where an engine starts"
+    # The first node may have trainer ranks alone. The nodes are alike, so the GPUs of another one's engine are here.
+    node = next(node for node in range(config.cluster.nodes) if config.engines_on(node))
     with engine_environment(config):
-        configure(config, 0, config.engine_gpus(0, 0), lambda stats: None)
+        configure(config, 0, config.engine_gpus(node, 0), lambda stats: None, maker=maker)
     return f"vLLM takes {names}"
 
 
