@@ -347,6 +347,15 @@ def test_a_run_whose_count_of_hubs_is_damaged_is_refused_before_anything_starts(
     assert start_problems(resumed) == []
 
 
+def test_a_run_without_recorded_settings_has_its_steps_and_its_count_of_hubs_checked(tmp_path: Path) -> None:
+    left(make_config(tmp_path), steps=6)
+    (tmp_path / "outputs" / "run" / "config.toml").unlink()
+    (tmp_path / "outputs" / "run" / "hub-lives").write_text("x")
+    hubs, steps = start_problems(make_config(tmp_path, run={"resume": True, "steps": 3}))
+    assert "hub-lives" in hubs.message
+    assert "has made 6 steps already; expected at least as many, got 3" in steps.message
+
+
 @pytest.mark.parametrize("steps", [6, 20])
 def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
     left(make_config(tmp_path), steps=6)

@@ -244,9 +244,9 @@ def changes_without_effect(config: Config) -> list[ConfigProblem]:
     Each has a message about the part that stays unchanged. The list is empty if no run is resumed. `flash train`,
     `flash sft` and `flash.train` print the warnings before they start anything.
     """
-    if (recorded_before := _recorded_settings(config)) is None or newest_complete(config.run_dir) is None:
+    if not config.run.resume or newest_complete(config.run_dir) is None:
         return []
-    return partial_effects(recorded_before, _present_settings(config))
+    return partial_effects(_recorded_settings(config), _present_settings(config))
 
 
 def _resumed_run(config: Config) -> Iterator[ConfigProblem]:
@@ -254,10 +254,8 @@ def _resumed_run(config: Config) -> Iterator[ConfigProblem]:
     if not config.run.resume or not config.run_dir.is_dir():
         return
     yield from _missing_run(config)
-    if (recorded_before := _recorded_settings(config)) is None:
-        return
     directory = RunDirectory(config.run_dir)
-    yield from refused(recorded_before, _present_settings(config), directory.path)
+    yield from refused(_recorded_settings(config), _present_settings(config), directory.path)
     yield from _checkpoint_misfits(config)
     try:
         directory.hub_numbers.last()
@@ -273,7 +271,7 @@ def too_many_steps(config: Config) -> Iterator[ConfigProblem]:
     """
     if unreachable(str(config.run_dir.absolute())) is not None:
         return
-    if not config.run.resume or not config.run_dir.is_dir() or _recorded_settings(config) is None:
+    if not config.run.resume or not config.run_dir.is_dir():
         return
     if (reached := version_with_metrics(config)) > config.run.steps:
         yield ConfigProblem(
@@ -350,14 +348,11 @@ def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
                 yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
-def _recorded_settings(config: Config) -> dict[str, Any] | None:
-    """Return the settings that the resumed run has recorded; empty if they cannot be read; None if no run is
-    resumed."""
-    file = RunDirectory(config.run_dir).config
-    if not config.run.resume or not file.is_file():
-        return None
+def _recorded_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that the resumed run has recorded; empty if they cannot be read, so that nothing is compared.
+    `_missing_run` reports that."""
     try:
-        return read_recorded(file)
+        return read_recorded(RunDirectory(config.run_dir).config)
     except (OSError, ValueError):
         return {}
 
