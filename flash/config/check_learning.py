@@ -199,23 +199,25 @@ def check_algorithm(config: Config) -> Iterator[ConfigProblem]:
         if name in config.algorithm.options:
             yield ConfigProblem(f"algorithm.options.{name}", f"has no effect: {needed}")
     advantage = config.algorithm.advantage or objective.advantage
-    yield from _advantage(config, objective, advantage)
+    yield from _advantage(config, advantage)
     yield from _staleness(config, objective)
     yield from _reuse(config, objective)
     yield from _critic(config, objective, advantage)
     yield from _disagreement(config, objective, advantage)
     yield from _kl(config)
-    yield from _teacher(config)
+    yield from _teacher(config, objective)
     yield from _shaping(config)
     yield from _rhythm(config)
 
 
-def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
+def _advantage(config: Config, advantage: Advantage) -> Iterator[ConfigProblem]:
     """Yield the problems of the advantage estimator: groups of one sample, which it cannot compare, or an unused
-    discount."""
+    discount. If rewards do not count (`algorithm.teacher.reward = false`), nothing is compared or discounted, and
+    `_teacher` checks the settings."""
     algorithm, teacher = config.algorithm, config.algorithm.teacher
-    rewards_count = teacher is None or teacher.reward
-    if config.rollout.group_size == 1 and advantage in COMPARING and rewards_count:
+    if teacher is not None and not teacher.reward:
+        return
+    if config.rollout.group_size == 1 and advantage in COMPARING:
         whose = "" if algorithm.advantage else f", which `{algorithm.objective}` uses,"
         message = (
             f"expected at least 2: algorithm.advantage = {advantage!r}{whose} compares the samples of a prompt; "
@@ -338,7 +340,7 @@ def _kl(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("algorithm.kl.estimator", message)
 
 
-def _teacher(config: Config) -> Iterator[ConfigProblem]:
+def _teacher(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     """Check that a teacher has exactly one source and supports the sampling settings.
 
     If rewards do not count, also refuse settings that use rewards.
@@ -357,7 +359,15 @@ def _teacher(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"rollout.{name}", fault)
     if algorithm.teacher.reward:
         return
-    for key, is_set in (("critic", config.critic is not None), ("algorithm.shaping", algorithm.shaping)):
+    # An objective with `gae`, which needs a critic, must have another estimator. "batch" whitens a KL in the reward.
+    has_kl = algorithm.kl is not None and algorithm.kl.place == "reward"
+    idle = algorithm.advantage is not None and objective.advantage != "gae" and not has_kl
+    for key, is_set in (
+        ("critic", config.critic is not None),
+        ("algorithm.shaping", algorithm.shaping),
+        ("algorithm.advantage", idle),
+        ("algorithm.gamma", algorithm.gamma != 1),
+    ):
         if is_set:
             yield ConfigProblem(key, "has no effect: rewards do not count (algorithm.teacher.reward = false)")
 

@@ -131,6 +131,14 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
             "`critic` (setting): has no effect: rewards do not count (algorithm.teacher.reward = false)",
         ),
+        (
+            ["algorithm={teacher={path='./model'}, objective='ppo', advantage='turn', gamma=0.9}"],
+            "`algorithm.gamma` (setting): has no effect: rewards do not count (algorithm.teacher.reward = false)",
+        ),
+        (
+            ["algorithm.teacher.path=./model", "algorithm.advantage=turn"],
+            "`algorithm.advantage` (setting): has no effect: rewards do not count (algorithm.teacher.reward = false)",
+        ),
         (["algorithm.teacher={}"], "`algorithm.teacher` (setting): expected either path, a model that the"),
         (
             ["algorithm.teacher={path='./model', url='http://host:8000'}"],
@@ -303,6 +311,8 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.kl={coefficient=0.1, reference='./model'}", "algorithm.entropy_bonus=0.01"],
         ["algorithm.teacher={path='Qwen/Qwen3-4B'}", "rollout.group_size=1"],
         ["algorithm.teacher={url='https://host/teacher/'}"],
+        ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "algorithm.advantage=group"],
+        ["algorithm={teacher={path='./model'}, advantage='batch', kl={coefficient=1, place='reward'}}"],
         ["algorithm.teacher={path='./model', reward=true}", "algorithm.shaping=[{kind='length'}]"],
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
