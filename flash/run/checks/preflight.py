@@ -196,12 +196,12 @@ def _fetched(config: Config) -> Iterator[ConfigProblem]:
     if named is None or unreachable(path) is not None:
         return
     folder, source = Path(path), source_of(named)
-    if why_not_there(folder, source) is None:
-        return
-    if fault := _fault_of_folder(_nearest_existing(folder.parent)):
-        yield ConfigProblem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
-        return
     try:
+        if why_not_there(folder, source) is None:
+            return
+        if fault := _fault_of_folder(_nearest_existing(folder.parent)):
+            yield ConfigProblem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
+            return
         refuse_unrecorded(folder)
         positions = check_source(source, folder)
     except ConfigError as error:
