@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -224,6 +225,8 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         paths, overrides = [], [*(f"{key}={json.dumps(text)}" for key, text in texts.items()), *overrides]
     elif (only / "config.json").is_file() or is_gguf(str(only)):
         raise ConfigError(f"{only} is a model: name its environment with --env, or give a config and --model {only}")
+    elif (only / MANIFEST).is_file():
+        raise ConfigError(_with_its_run(only))
     elif only.is_dir():
         runs = sorted(path.parent.name for path in only.glob("*/config.toml"))[-SHOWN:]
         found = f"; it has the runs {', '.join(runs)}" if runs else ""
@@ -245,7 +248,16 @@ def _nothing_named(model: str | None) -> str:
         return "expected a config, a run directory, or a model with --env, such as run.toml or outputs/my-run"
     if RunDirectory(Path(model)).config.is_file():
         return f"--model goes with a config; a run is named alone: {model}"
+    if (Path(model) / MANIFEST).is_file():
+        return _with_its_run(Path(model))
     return f"--model goes with a config: CONFIG --model {model}; without one, name the model alone, with --env"
+
+
+def _with_its_run(checkpoint: Path) -> str:
+    """Return the error message for a command line that names a checkpoint alone."""
+    run = Path(os.path.normpath(checkpoint / ".." / ".."))
+    shown = run if RunDirectory(run).config.is_file() else "RUN_DIR"
+    return f"{checkpoint} is a checkpoint: name its run as well: {shown} --model {checkpoint}"
 
 
 def overrides_of_run(model: str) -> list[str]:

@@ -13,6 +13,7 @@ from flash.cli.sampling import evaluation_json, load_named, rewards_by_problem
 from flash.errors import ConfigError
 from flash.observe.rundir.samples import Sample, TokenValues
 from flash.observe.stats import best_of_each
+from flash.trainer.checkpoint_files import MANIFEST
 from flash.types import Outcome
 
 CONFIG = """
@@ -25,12 +26,15 @@ cluster = { gpus_per_node = 0 }
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run and of a model."""
+    """Return a folder with a run, a model, a GGUF file and checkpoints."""
     monkeypatch.chdir(tmp_path)
     for model in ("a run/model", "a model"):
         (tmp_path / model).mkdir(parents=True)
         (tmp_path / model / "config.json").write_text("{}")
     (tmp_path / "a run" / "config.toml").write_text(CONFIG)
+    for checkpoint in ("a run/checkpoints/step", "copied"):
+        (tmp_path / checkpoint).mkdir(parents=True)
+        (tmp_path / checkpoint / MANIFEST).write_text("{}")
     (tmp_path / "a.gguf").write_text("GGUF")
     return tmp_path
 
@@ -77,6 +81,9 @@ def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
         ((), "expected a config, a run directory, or a model with --env"),
         (("--model", "a run"), "--model goes with a config; a run is named alone: a run"),
         (("--model", "a model"), "--model goes with a config: CONFIG --model a model; without one"),
+        (("a run/checkpoints/step",), "step is a checkpoint: name its run as well: a run --model a run/che"),
+        (("--model", "a run/checkpoints/step"), "is a checkpoint: name its run as well: a run --model a run/check"),
+        (("copied",), "copied is a checkpoint: name its run as well: RUN_DIR --model copied"),
         (("mine.toml", "a run"), "a run is a run, which has its own configuration: name it alone, or with --model a"),
     ],
 )
