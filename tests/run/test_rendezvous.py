@@ -107,7 +107,9 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("host", "hint"), [("127.0.0.1", True), ("::1", True), ("localhost", False)])
+@pytest.mark.parametrize(
+    ("host", "hint"), [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("localhost", False)]
+)
 def test_where_no_hub_lets_us_in_at_a_loopback_address_the_error_says_who_can_join(host: str, hint: bool) -> None:
     with pytest.raises(PeerLostError) as refused:
         anyio.run(ask, HubAddress(host, 9, bytes(32)), p.RunRequest(p.dialect()))

@@ -166,7 +166,8 @@ def _own_address(family: int, place: tuple[Any, ...]) -> str:
 def _is_loopback(host: str) -> bool:
     """Return True for a loopback address. A host name is none."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        # Before Python 3.13, `is_loopback` is False for ::ffff:127.0.0.1, the loopback of IPv4 written as IPv6.
+        return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
     except ValueError:  # a host name
         return False
 
