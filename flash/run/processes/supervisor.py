@@ -99,7 +99,7 @@ class Processes:
     @property
     def pids(self) -> set[int]:
         """Process ids of the running processes."""
-        return {process.pid or 0 for process in self._living.values()}
+        return {_id_of(process) for process in self._living.values()}
 
     def fork_from(self, server: ForkServer) -> None:
         """Fork later processes from `server`. Each part calls this before `run`, also before a restart.
@@ -184,7 +184,7 @@ class Processes:
             process.join(KILLED_S)
             del self._living[number]
         code = process.exitcode
-        ended.append(EndedProcess(number, process.pid or 0, SERVER_GONE if code is None else code))
+        ended.append(EndedProcess(number, _id_of(process), SERVER_GONE if code is None else code))
         if code != End.OVER:
             failing.set()
 
@@ -276,7 +276,11 @@ class SupervisedPart(ABC):
         """Run the processes of the part once, and return how they ended.
 
         Also returns a sentence for each process that ended without an error message, for example because a signal
-        killed it. `restarts` is the number of counted restarts before this run. Raises NotStartedError.
+        killed it. `restarts` is the number of counted restarts before this run.
+
+        Raises:
+            NotStartedError: a process could not be started, which counts as a failure of the part.
+            FlashError: the part cannot run at all, for example because there is no hub.
         """
 
     async def keep_running(self, ending: anyio.Event) -> End:
@@ -285,7 +289,8 @@ class SupervisedPart(ABC):
         A restart counts only if the part itself has failed, and not if it has lost its hub or another rank. If no
         restart is left and nobody has reported the error, `final_reason` is set.
 
-        Consumes the results of `run_once`. Waits for the next result. Produces the next processes.
+        Raises:
+            FlashError: the part cannot run at all (`run_once`).
         """
         self.ending, self.restarts = ending, 0
         while True:
@@ -359,10 +364,16 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
+def _id_of(process: ForkedProcess) -> int:
+    """Return the id of a process, which must have been started."""
+    assert process.pid, "a signal to process 0 would reach the launcher's own group"
+    return process.pid
+
+
 def _send(process: ForkedProcess, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):  # it has ended
-        os.kill(process.pid or 0, number)
+        os.kill(_id_of(process), number)
 
 
 def _kill(process: ForkedProcess) -> None:
@@ -370,4 +381,4 @@ def _kill(process: ForkedProcess) -> None:
     # The process may not have begun its session yet, so the process itself is killed first.
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):  # it has ended
-            kill(process.pid or 0, signal.SIGKILL)
+            kill(_id_of(process), signal.SIGKILL)
