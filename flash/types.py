@@ -88,7 +88,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     """A request for one sample: member `sample_index` of group `group_id`."""
 
     task_id: int
-    """Number of the task, unique in a run and split."""
+    """Number of the task, unique in a run and split; in `flash sft`, the number of the row, as `group_id`."""
     group_id: int
     """Number of the group, from 0 in the order of issue."""
     sample_index: int

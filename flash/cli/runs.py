@@ -125,8 +125,8 @@ def add_watch(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_watch(arguments: argparse.Namespace) -> int:
-    """Draw a run in the terminal every second until an interrupt, for `flash watch`; once if the output is no
-    terminal."""
+    """Draw a run in the terminal every second until an interrupt, for `flash watch`; once with `--once`, or if the
+    output is no terminal."""
     from rich.console import Console
     from rich.live import Live
 

@@ -316,7 +316,7 @@ def _check_depth(table: dict[str, Any], source: str) -> None:
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each entry of nested tables; each key begins with `prefix`. Lists are
-    values as a whole. Callers compare two configurations, or give one to a tracker."""
+    values as a whole; an empty table yields nothing. Callers compare two configurations, or give one to a tracker."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")

@@ -364,10 +364,11 @@ def step_numbers(stats: Any) -> dict[str, Any]:
 
 
 def stat_logger(record: Callable[[Any], None]) -> Any:
-    """Return a class of vLLM's stat loggers that passes the `SchedulerStats` of each step to `record`.
+    """Return a class of stat loggers for vLLM, which passes the `SchedulerStats` of each step to `record`.
 
-    An engine gets it when it starts, for its gauges. It derives from vLLM's Prometheus logger. Otherwise vLLM would
-    create that logger, too. It takes time in each step, and all engines of a process would share one registry.
+    An engine gets it when it starts, for its gauges. The class derives from vLLM's Prometheus logger, because vLLM
+    creates one itself if it gets none. That logger would take time in each step, and all engines of a process would
+    share its registry.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

@@ -84,10 +84,11 @@ class TokenRow(NamedTuple):
     """True if some tokens of the row were cut off, because a sequence was longer than the limit."""
 
     def trajectories(self, place: int, version: int) -> Iterator[Trajectory]:
-        """Yield a trajectory for each sequence, as samples of the step that trains `version`.
+        """Yield a trajectory for each sequence of the row.
 
         The trainer takes only trajectories. In a run with rewards, engines sample them; here they hold the row's
-        tokens. `place` is the number of the row in the course or among the held-out rows.
+        tokens. `place` is the number of the row in the course or among the held-out rows, and `version` the policy
+        version that the trainer holds before the step.
         """
         for member, (tokens, spans) in enumerate(self.sequences):
             count = sum(span.stop - span.start for span in spans)
@@ -100,6 +101,7 @@ class TokenRow(NamedTuple):
                 action_spans=spans,
                 # The log-probs are 0: no engine sampled these tokens, and the loss does not use the log-probs.
                 logprobs=np.zeros(count, dtype="<f4").tobytes(),
+                # As if this version had sampled the tokens: their age is 0, so none counts as stale.
                 versions=[VersionRun(version, count)],
                 # A trajectory has one turn per span. Nothing was shown or timed here.
                 turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0) for _ in spans],

@@ -123,7 +123,7 @@ def _enter(
     Args:
         index: number of this rank among all trainer ranks.
         config: the run's configuration.
-        store: HOST:PORT of rank 0's store; empty for other ranks.
+        store: HOST:PORT of rank 0's store; empty for other ranks, and if rank 0 is the only one.
         stack: closes the connection.
         address: address of the hub.
     """
@@ -133,7 +133,7 @@ def _enter(
     with ExitStack() as entered:  # closes the connection if the hub does not admit the rank
         peer = (address.host, address.port, address.token, f"trainer-{index}", config.deadlines.request)
         hub = entered.enter_context(BlockingClient(*peer))
-        # The reply may take long: the hub reads a whole checkpoint before it answers.
+        # The reply may take long: the hub reads a whole checkpoint, and waits for rank 0's store.
         request = p.IncarnationRequest(index, os.getpid(), socket.gethostname(), store)
         incarnation = hub.call(request, timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())

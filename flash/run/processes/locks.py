@@ -118,12 +118,15 @@ def in_turn(path: Path, activity: str, wait_s: float) -> Generator[None]:
 def share(path: Path) -> None:
     """Hold the shared lock of the launcher's processes until this process ends.
 
-    Each process that a launcher starts calls this, so that the next launch waits for it if the launcher is killed.
+    Each process that a launcher starts calls this, so that it still counts if the launcher is killed: the next launch
+    waits for it, and no launch removes its scratch folder. `path` is the lock file of the run directory, or of the
+    scratch folder.
     """
     with suppress(FileNotFoundError):  # a user has removed the folder, so no lock is needed
-        # A shared lock needs no permission to write. A disk that has become read-only no longer gives it.
+        # Opened for reading only, which suffices for a shared lock: a disk that has become read-only permits no more.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         _shared.append(descriptor)
+        # This fails only if the launcher has died and the next one takes the lock. Then this process is about to end.
         _lock(descriptor, PROCESSES, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
