@@ -40,6 +40,8 @@ from flash.http.connections import ACCEPTED, HttpLimits, accepting, http_protoco
 
 SHUTDOWN_S = 3
 """Seconds that requests in progress have to finish when the service ends."""
+SENT_PIECE = 64 << 10
+"""Largest number of bytes of an answer that are given to uvicorn at once."""
 MAX_JSON_VALUES = 400_000
 """Largest number of lists, objects and keys of a JSON body. The characters `[`, `{` and `:` are counted, also inside
 texts. Decoding each value takes memory, and time in which the process does nothing else."""
@@ -259,7 +261,8 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
 class BoundedBodies:
     """ASGI middleware that bounds each request body, and the bytes of all bodies that are held at the same time.
 
-    A body counts as held until its request is answered, because applications keep it that long.
+    The body of a request counts as held until the request is answered, because applications keep it that long. The body
+    of an answer is sent in pieces of at most `SENT_PIECE` bytes.
     """
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
@@ -298,8 +301,18 @@ class BoundedBodies:
                 raise HTTPException(503, "too many large requests of this token wait for their answers")
             return message
 
+        async def send_pieces(message: Message) -> None:
+            """Send one message of the answer, a large body in pieces."""
+            # uvicorn waits for a slow client only between two messages. After the last one it counts the connection as
+            # idle, and with TLS would soon cut off an answer of which the client has read only the beginning.
+            body = message.get("body", b"")
+            last = max(0, len(body) - 1) // SENT_PIECE * SENT_PIECE
+            for start in range(0, last, SENT_PIECE):
+                await send({**message, "body": body[start : start + SENT_PIECE], "more_body": True})
+            await send({**message, "body": body[last:]} if last else message)
+
         try:
-            await self._app(scope, bounded, send)
+            await self._app(scope, bounded, send_pieces)
         finally:
             self._held -= counted
             self._held_by[holder] -= counted

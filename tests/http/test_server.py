@@ -10,11 +10,12 @@ from typing import Any
 import anyio
 import pytest
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from flash.errors import ConfigError
 from flash.http.connections import HttpLimits
-from flash.http.server import BoundedBodies, HttpAddress, open_socket
+from flash.http.server import SENT_PIECE, BoundedBodies, HttpAddress, open_socket
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0"])
@@ -79,6 +80,25 @@ def test_a_unix_socket_below_a_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^cannot listen at .*Not a directory"):
         open_socket(HttpAddress(unix=tmp_path / "file" / "s"))
+
+
+@pytest.mark.parametrize("size", [0, 5, SENT_PIECE, SENT_PIECE + 1, 2 * SENT_PIECE])
+def test_a_large_answer_is_sent_in_pieces_so_that_its_end_waits_for_the_client(size: int) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "state": {}}
+    body = bytes(range(251)) * (size // 251 + 1)
+    anyio.run(BoundedBodies(Response(body[:size]), HttpLimits()), scope, receive, send)
+    _, *pieces = sent
+    assert b"".join(piece["body"] for piece in pieces) == body[:size]
+    assert all(len(piece["body"]) <= SENT_PIECE for piece in pieces)
+    assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
 def test_a_body_that_was_too_large_leaves_the_held_bytes_as_they_were() -> None:
