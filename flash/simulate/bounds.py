@@ -147,6 +147,8 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
     """N: samples to generate per step, including samples that filters remove."""
     in_flight: float
     """Q: most samples in flight."""
+    redundant: bool
+    """True if more samples are in flight than are trained. The run then prefers the samples that finish first."""
     gpus: int
     """K: number of GPUs."""
     rollout_gpus: int
@@ -161,7 +163,8 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
     """μ if all GPUs serve engines. With few samples in flight it is larger than `generate_s`, since each engine
     then runs fewer sequences."""
     least_s: float
-    """GPU seconds to generate a sample if prompts are cached, which is the shortest possible time."""
+    """GPU seconds to generate a sample of mean length if prompts are cached. No schedule needs less, unless redundant
+    samples let it prefer short ones."""
     longest_s: float
     """L: seconds of the longest sample in flight."""
     latency_s: float
@@ -180,7 +183,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     `ledger` has the counts of a simulated run, which give the share of samples that filters remove.
     """
     simulate, rollout, train = config.simulate, config.rollout, config.train
-    assert simulate is not None, "flash.config.check.check_simulated_run"
+    assert simulate is not None, "check_simulated_run refuses a configuration without [simulate]"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
     trained = ledger.get("trained", 0)
     kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0  # share that filters do not remove
@@ -221,6 +224,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     return Quantities(
         samples=train.batch_size / kept,
         in_flight=in_flight,
+        redundant=rollout.extra_groups + rollout.extra_per_group > 0,
         gpus=simulate.gpus,
         rollout_gpus=simulate.rollout_gpus,
         async_ratio=train.async_ratio,
@@ -248,7 +252,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Seconds of the bound."""
     lower: bool = False
-    """True if no step can be shorter; False if no step should be longer."""
+    """True if the steps of a long run cannot be shorter on average; False if no step should be longer."""
     part: bool = False
     """True if the bound covers only one phase of a step, so that it is not compared with a complete step."""
 
@@ -256,8 +260,8 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     """Return all bounds on the time of a step of `batch_size` samples, in the order in which they are printed.
 
-    The last but one is the bound of the configured split of the GPUs; the last is the capacity, which is the only lower
-    bound.
+    The fourth is the bound of the configured split of the GPUs. The fifth is the capacity, the only lower bound. It is
+    left out if samples are redundant.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     # Texts for `Bound.values`. E is 1, since a batch is trained once. c and w are not in the paper's formulas: seconds
@@ -292,7 +296,8 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
             step_s=async_bound(*all_gpus, q.async_ratio) + max(q.fixed_s, q.pause_s),
         ),
         _this_split(q, batch_size, f"{work}, {train}, {serving} + {training} GPUs"),
-        _capacity(q, batch_size),
+        # The capacity follows from mean lengths. Samples that finish first are shorter, so that no time is certain.
+        *([] if q.redundant else [_capacity(q, batch_size)]),
     ]
 
 
@@ -317,7 +322,7 @@ def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
 
 
 def _capacity(q: Quantities, batch_size: int) -> Bound:
-    """Return the bound on the time of a step that no schedule can beat.
+    """Return the bound on the mean time of a step that no schedule can beat in a long run without redundant samples.
 
     It assumes engines that are always full, a trainer that never waits, and the most episodes in flight at all times.
     Three limits give a time each: the engines' places (slots), the trainer, and the number of episodes in flight.

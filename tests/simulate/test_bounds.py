@@ -126,6 +126,15 @@ def test_no_upper_bound_is_below_the_capacity(alpha: float):
     assert measured_against.step_s >= capacity.step_s
 
 
+@pytest.mark.parametrize("redundant", [{"extra_per_group": 1}, {"extra_groups": 1}])
+def test_redundant_samples_leave_no_lower_bound(redundant: dict[str, int]):
+    plain = config(response_tokens=1, env_s=[*[1] * 19, 1000])
+    rollout = RolloutConfig(group_size=8, max_new_tokens=100, **redundant)
+    found = quantities(msgspec.structs.replace(plain, rollout=rollout), {})
+    assert [bound.lower for bound in bounds(found, 64)] == [False] * 4
+    assert bounds(quantities(plain, {}), 64)[-1].lower
+
+
 def test_below_one_version_of_lead_the_phases_add_up():
     assert step_bounds(config(0.0))["this split, synchronous"] == pytest.approx(64 * 2.5 / 8 + 10 + 64 * 2 / 8)
     assert step_bounds(config(2.0))["this split, asynchronous"] == pytest.approx(64 * 2.5 / 8 + 10 / 3)
