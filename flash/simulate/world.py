@@ -335,15 +335,12 @@ class World:
         return "end" if self._all_issued() else "admission"
 
     def _all_issued(self) -> bool:
-        """Return True if the hub has issued all samples that the run needs. Redundant samples of groups do not count.
+        """Return True if the hub has issued all groups that the run needs: the next group would have no place.
 
-        To issue a sample is to make its task, before the first lease.
+        A group that leaves untrained, filtered out or too old, gives its place back.
         """
-        ledger, rollout = self.hub.samples.ledger, self.config.rollout
-        redundant = ledger.issued * rollout.extra_per_group / (rollout.group_size + rollout.extra_per_group)
-        # The hub keeps `extra_groups` groups in flight in addition to the batches, also during the last step.
-        needed = self.config.run.steps * self.config.train.batch_size + rollout.extra_groups * rollout.group_size
-        return ledger.issued - redundant - ledger.filtered >= needed
+        samples = self.hub.samples
+        return samples.admission.places.of(samples.source.cursor.next_group) >= samples.contract.place_count
 
     # -- the report --------------------------------------------------------------------------------------------------
 

@@ -171,6 +171,20 @@ def test_engines_wait_for_admission_when_synchronous_and_for_environments_when_t
     assert max(slow.engine_idle, key=lambda cause: slow.engine_idle[cause]) == "environments"
 
 
+def test_engines_wait_for_the_end_only_when_groups_that_became_too_old_are_replaced() -> None:
+    report = simulate(
+        make(
+            run={"steps": 12},
+            rollout={"group_size": 1, "extra_groups": 4, "on_expire": "mask"},
+            train={"batch_size": 8, "async_ratio": 1.0},
+            simulate={"response_tokens": 20, "train_step_s": 10.0, "swap_s": 0.0},
+        )
+    )
+    assert report.ledger["given_up_stale"] == 11 * 4
+    # The last groups may begin 20 s before the end. Answers take 0.4 s, as do those of the last replaced groups.
+    assert report.engine_idle["end"] == pytest.approx((20 - 2 * 0.4) / report.seconds)
+
+
 def test_a_synchronous_step_takes_the_time_of_its_parts() -> None:
     # 16 places, 16 samples of 100 tokens: prefill-free steps of 0.02 s, then 1 s of training and 0.1 s of loading.
     report = simulate(make(train={"async_ratio": 0.0}, simulate={"response_tokens": 100}))
