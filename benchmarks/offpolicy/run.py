@@ -209,11 +209,14 @@ class Pool:
             print(f"[{done}] {case}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
 
 
-async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys.executable) -> str:
-    """Run one cell in a process, which ends if the caller is cancelled. Returns the end of its error output.
+async def run_cell(
+    cell: Cell, folder: Path, core: int | None, python: str = sys.executable, timeout_s: float = CELL_TIMEOUT_S
+) -> str:
+    """Run one cell in a process, which is killed after `timeout_s`, or if the caller is cancelled.
 
-    `core` is the core that it is pinned to; None: any. `folder` gets the result, if the cell succeeds. Tests replace
-    `python`.
+    Returns the end of its error output, which may be warnings of a cell that succeeded, or a sentence that it has not
+    finished. `core` is the core that it is pinned to; None: any. `folder` gets the result, if the cell succeeds. Tests
+    replace `python` and `timeout_s`.
     """
     command = [python, "-m", "benchmarks.offpolicy.harness", str(folder)]
     command += [] if core is None else ["--core", str(core)]
@@ -224,14 +227,15 @@ async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys
     async with process:
         assert process.stdin is not None
         assert process.stderr is not None
-        with anyio.move_on_after(CELL_TIMEOUT_S):
+        with anyio.move_on_after(timeout_s):
             with contextlib.suppress(anyio.BrokenResourceError):
                 await process.stdin.send(msgspec.json.encode(cell))
             await process.stdin.aclose()
             errors = b"".join([chunk async for chunk in process.stderr])
             await process.wait()
             return errors.decode(errors="replace").strip()[-2000:]
-    return f"not finished after {CELL_TIMEOUT_S} s"
+        process.kill()  # the end of the block waits for the process
+    return f"not finished after {timeout_s:g} s"
 
 
 def grid(

@@ -277,6 +277,15 @@ def test_a_cell_ends_with_the_grid(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
+def test_a_cell_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid; exec sleep 300\n")
+    sleeper.chmod(0o755)
+    assert anyio.run(partial(run_cell, CELLS[0], tmp_path, None, str(sleeper), 0.5)) == "not finished after 0.5 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_the_grid_is_all_methods_ages_and_seeds_one_seed_after_the_other() -> None:
     cells = grid(SETTING, [method.key for method in METHODS], offpolicy.ALPHAS, offpolicy.SEEDS)
     assert len(cells) == 162
