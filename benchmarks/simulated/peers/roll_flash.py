@@ -295,15 +295,15 @@ class RollAgentic:
         return episode
 
     async def _batch(self) -> list[list[Finished]]:
-        """Wait for enough complete episodes, and take the oldest ones as a batch."""
+        """Take the batch of this step: the oldest episodes first, with a wait for each older step."""
         wanted = self._world.groups_per_batch
         while True:
-            # An episode of an older step that is still open must go into the batch before any newer one.
-            older = any(episode.step < self._step for episodes in self._open for episode in episodes)
+            open_steps = (episode.step for episodes in self._open for episode in episodes)
+            # An open episode of an older step must go into the batch before any newer one. None is opened there later.
+            newest = min([self._step, *open_steps])
             ready = sorted(self._complete, key=lambda episode: episode.step)
-            old = [episode for episode in ready if episode.step < self._step]
-            if len(old) >= wanted or (not older and len(ready) >= wanted):
-                chosen = ready[:wanted]
+            chosen = [episode for episode in ready if episode.step <= newest][:wanted]
+            if len(chosen) == wanted:
                 self._complete = [episode for episode in self._complete if episode not in chosen]
                 return [episode.finished for episode in chosen]
             await self._changed.wait()

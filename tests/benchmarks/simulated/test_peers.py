@@ -282,6 +282,23 @@ def _agentic_seconds(config: Config, seed: int) -> float:
     return agentic.roll_agentic(seeded, agentic.AgenticRules(extra_per_group=1)).seconds
 
 
+def test_a_batch_of_many_turns_waits_for_each_older_step() -> None:
+    async def scenario() -> None:
+        run = agentic.RollAgentic(World(make_config(), colocated=False), agentic.AgenticRules(async_ratio=2))
+        oldest, first, second = (agentic._Episode(step, []) for step in (0, 1, 1))
+        for episode in (oldest, first, second):
+            episode.finished.append(Finished(Task(0, 0, 0, 0), 1.0, 0.0, 1, 1, 0))
+        run._step, run._open[0], run._complete = 2, [oldest], [first, second]
+        with anyio.move_on_after(1) as waiting:
+            await run._batch()
+        assert waiting.cancelled_caught
+        run._open[0], run._complete = [], [first, second, oldest]
+        await run._batch()
+        assert run._complete == [second]
+
+    run_virtual(scenario)
+
+
 def test_redundant_groups_hide_slow_environments() -> None:
     config = make_config(
         run={"steps": 8},
