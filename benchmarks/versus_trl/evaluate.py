@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.episodes import Prompt, held_out_seeds, prompts, rewards
 from flash.config.tree import Config
 from flash.observe.stats import Interval, mean_interval
+from flash.rollout.episode.tokenizer import HfTokenizer
 
 BATCH = 512
 """Number of answers that are generated at once."""
@@ -25,14 +26,23 @@ def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tu
 
     `saved` has the steps in order, each with its weights: a safetensors file of TRL, or a checkpoint folder of Flash.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    yield 0, accuracy(config, model.eval(), tokenizer)
+    model, tokenizer = load_model(config)
+    yield 0, accuracy(config, model, tokenizer)
     for step, place in saved:
         load_weights(model, place)
         yield step, accuracy(config, model, tokenizer)
+
+
+def load_model(config: Config) -> tuple[Any, Any]:
+    """Return the untrained model and its tokenizer. The model stops at the same tokens as Flash's engines."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path)
+    tokenizer = HfTokenizer(config.model)
+    tokenizer.add_ends(model.generation_config)
+    # `generate` would also use the other settings of the model's folder, such as a repetition penalty.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    return model.eval(), tokenizer.inner
 
 
 def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
@@ -49,7 +59,10 @@ def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
 
 
 def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) -> list[str]:
-    """Generate an answer to each of the prompts `asked`, as `[eval]` of the configuration says."""
+    """Generate an answer to each of the prompts `asked`, without special tokens.
+
+    Answers are greedy or sampled, as `[eval]` says, and have at most `rollout.max_new_tokens` tokens.
+    """
     import torch
     from transformers import GenerationConfig
 
@@ -60,11 +73,10 @@ def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) ->
         sampling = {"do_sample": True, "temperature": config.eval.temperature, "top_k": 0, "top_p": 1.0}
     settings = GenerationConfig(
         max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         # The default cache is copied with every token.
         cache_implementation="static",
-        disable_compile=True,
         **sampling,
     )
     with torch.no_grad():

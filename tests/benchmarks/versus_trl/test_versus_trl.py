@@ -435,6 +435,29 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
         assert torch.equal(other(ids).logits, trained(ids).logits)
 
 
+def test_an_evaluation_takes_only_the_ends_of_answers_from_the_models_generation_settings(tmp_path):
+    from transformers import GenerationConfig
+
+    from benchmarks.episodes import held_out_seeds, prompts
+    from benchmarks.versus_trl.evaluate import generate, load_model
+    from flash.run.models import make_missing_models
+
+    config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
+                      "tiny_model.layers=1", "eval.problems=8", "eval.temperature=0",
+                      "env.options={lag=4, length=2}")  # fmt: skip
+    make_missing_models(config)
+    asked = prompts(config, held_out_seeds(config))
+    model, tokenizer = load_model(config)
+    answers = generate(config, model, tokenizer, asked)
+    used = sorted({token for answer in answers for token in tokenizer(answer).input_ids})
+    assert used
+    GenerationConfig(suppress_tokens=used, eos_token_id=used[0]).save_pretrained(config.model.path)
+    model, _ = load_model(config)
+    assert set(model.generation_config.eos_token_id) == {used[0], tokenizer.eos_token_id}
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+    assert generate(config, model, tokenizer, asked) == answers
+
+
 def test_an_evaluation_begins_with_the_untrained_policy_and_repeats_itself(tmp_path):
     from benchmarks.versus_trl.evaluate import accuracies
     from flash.run.models import make_missing_models
