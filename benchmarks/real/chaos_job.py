@@ -327,7 +327,7 @@ class Job:
         for host, name in enumerate(NAMES):
             for pid in self._hosts.processes(host):
                 with suppress(OSError):
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     found.append(f"process {pid} on {name}: {command}")
             found += [f"folder {folder} on {name}" for folder in self._hosts.scratch(host).glob("flash-*")]
         return found

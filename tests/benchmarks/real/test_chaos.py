@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import msgspec
 import pytest
 
@@ -25,10 +28,12 @@ from benchmarks.real.chaos import (
 from benchmarks.real.chaos_job import (
     KINDS,
     LONGEST_S,
+    NAMES,
     SHORTEST_S,
     TARGET_HOSTS,
     WORKLOAD,
     Fault,
+    Job,
     one_of_each,
     plan,
     role,
@@ -178,6 +183,31 @@ def test_a_quick_plan_has_each_kind_once() -> None:
 )
 def test_processes_are_told_apart_by_how_they_were_started(command: bytes, target: str) -> None:
     assert role(command) == target
+
+
+class OneProcess:
+    """Stands for hosts of which each runs the same process."""
+
+    def __init__(self, pid: int, scratch: Path) -> None:
+        self._pid, self._scratch = pid, scratch
+
+    def processes(self, host: int) -> list[int]:
+        return [self._pid]
+
+    def scratch(self, host: int) -> Path:
+        return self._scratch
+
+
+def test_a_process_that_is_left_is_named_whatever_its_command_line_holds(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print(flush=True); input()", b"\xff"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the system shows the command line only when the program is loaded
+        job = Job(cast(Any, OneProcess(process.pid, tmp_path)), "left", tmp_path, stream=False)
+        found = anyio.run(job.orphans, 0)
+        process.kill()
+    assert len(found) == len(NAMES)
+    assert all(line.endswith("input() \N{REPLACEMENT CHARACTER} ") for line in found)
 
 
 def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_tiny_example(
