@@ -76,7 +76,14 @@ def output(*command: str | Path, more: Mapping[str, str] | None = None, timeout:
     """Run a command in `ROOT` and return its output; None if it fails or takes longer than `timeout` seconds."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=variables(more), timeout=timeout, cwd=ROOT
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env=variables(more),
+            timeout=timeout,
+            cwd=ROOT,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -83,7 +83,7 @@ def create_venv(*, keep: bool = True) -> None:
         if output(commands.PYTHON, "-m", "pip", "--version") or output(commands.PYTHON, "-m", "ensurepip"):
             return
     command = [sys.executable, "-m", "venv", "--clear", commands.VENV]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, env=variables())
+    made = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=variables())
     if made.returncode != 0:
         raise InstallError(
             f"`{sys.executable} -m venv` failed:\n{made.stdout}{made.stderr}\n"
@@ -109,7 +109,9 @@ def refuse_other_folders() -> None:
 def why_torch_fails() -> str | None:
     """Import torch in the environment, and return the last line of the error; None if the import succeeds."""
     command = [commands.PYTHON, "-c", "import torch"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables(), cwd=commands.VENV)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=variables(), cwd=commands.VENV
+    )
     if done.returncode == 0:
         return None
     return [f"Python ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]

@@ -130,7 +130,7 @@ def variables(home: Path, path: str) -> dict[str, str]:
     """
     seen = {key: value for key, value in os.environ.items() if KEPT.fullmatch(key)}
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, errors="replace", check=False
     )
     for name, value in re.findall(r"^[\w:.]+?\.([\w-]+)='(.*)'$", listing.stdout, flags=re.MULTILINE):
         if name in REGISTRY:

@@ -215,9 +215,10 @@ def test_a_command_that_fails_shows_the_end_of_its_own_output(scripts):
     assert "earlier" not in str(error.value)
 
 
-def test_a_command_that_fails_may_print_bytes_that_are_no_text(scripts):
+def test_a_command_may_print_bytes_that_are_no_text(scripts):
     with pytest.raises(scripts.commands.InstallError, match="caf\ufffd"):
         scripts.commands.run("sh", "-c", "printf 'caf\\351'; exit 1")
+    assert scripts.commands.output("printf", r"caf\351") == "caf\ufffd"
 
 
 @pytest.mark.parametrize(
