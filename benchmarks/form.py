@@ -19,7 +19,7 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -178,10 +178,16 @@ def terminated_like_interrupted() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end. If the wait is interrupted, for example by Ctrl-C, end the command with SIGTERM first.
+def run_command(
+    words: Sequence[str | Path],
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
+    ending_s: float = ENDING_S,
+) -> None:
+    """Run a command to its end. `variables` are all its environment variables; None: those of this process.
 
-    `variables` are all its environment variables; None: those of this process.
+    If the wait is interrupted, for example by Ctrl-C, or lasts too long, the command gets SIGTERM. If it has not ended
+    `ending_s` later, it is killed with its children. Then the interrupt or error is raised. Tests replace `ending_s`.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -195,9 +201,11 @@ def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mappin
         except BaseException:
             process.terminate()
             try:
-                process.wait(ENDING_S)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(ending_s)
             finally:
-                process.kill()
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
     if code != 0:
         raise subprocess.CalledProcessError(code, words)
@@ -265,10 +273,10 @@ def machine() -> list[tuple[str, str]]:
         ("system", f"{system}, Python {platform.python_version()}"),
         ("software", ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "vllm"))),
     ]
-    if commit := _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
-        changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    if commit := output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
+        changed = output_of("git", "-C", str(ROOT), "status", "--porcelain")
         lines.append(("commit", f"{commit} with local changes" if changed else commit))
-    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+    gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
     lines.append(("gpus", "; ".join(gpus) or "none"))
     return lines
 
@@ -301,12 +309,15 @@ def installed_version(package: str) -> str:
     return "not installed"
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Return the output of a command; an empty text if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+        # Names of files in the output of git may be no UTF-8.
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S, check=True
+        )
     except (subprocess.SubprocessError, OSError):
         return ""
     return done.stdout.strip()

@@ -3,11 +3,13 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks.form import Args, Row, machine, main
+from benchmarks.form import Args, Row, machine, main, output_of, run_command
 
 ROWS = [
     Row("16 tokens", "efficiency", "share", 0.951, at_least=0.95),
@@ -99,6 +101,23 @@ def test_a_folder_that_does_not_exist_is_refused_before_the_benchmark_runs(capsy
     with pytest.raises(SystemExit):
         main("demo", "Measures nothing.", lambda _: pytest.fail("ran"), ["--json", "missing/rows.json"])
     assert "the folder missing does not exist" in capsys.readouterr().err
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children_and_reported_as_too_slow(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    command = f"trap '' TERM; exec >{tmp_path}/pipe; (sleep 10; echo a child was left) & wait; wait"
+    with pytest.raises(subprocess.TimeoutExpired) as error:
+        run_command(["sh", "-c", command], 0.5, ending_s=0.1)
+    assert error.value.timeout == 0.5
+    with open(reader, "rb") as pipe:
+        assert pipe.read() == b""
+
+
+def test_the_output_of_a_command_is_read_whatever_it_holds() -> None:
+    assert output_of("printf", r"\377.txt") == "\N{REPLACEMENT CHARACTER}.txt"
+    assert output_of("false") == ""
 
 
 def test_what_it_ran_on_names_processor_memory_software_and_gpus() -> None:
