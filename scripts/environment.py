@@ -142,13 +142,14 @@ def alone() -> Generator[None]:
     """Hold a lock during the block, so that only one call at a time makes the environment.
 
     Raises:
-        InstallError: the folder cannot be written.
+        InstallError: this file cannot be written.
     """
     # The lock is on this file, which every clone has. To open it for writing fails where `.venv` cannot be made either.
     try:
         descriptor = os.open(__file__, os.O_RDWR)
     except OSError as error:
-        raise InstallError(f"{ROOT} cannot be written ({error.strerror}): clone it to a folder of your own") from None
+        why = f"{__file__} cannot be written ({error.strerror})"
+        raise InstallError(f"{why}: clone {ROOT} to a folder of your own, or make the file writable") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

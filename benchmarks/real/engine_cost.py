@@ -1,8 +1,9 @@
 """Cost of the path Hub → EpisodePlayer → LLMProxy → vLLM, compared with vLLM alone: `engine_efficiency`, `sample_cost`.
 
-One engine serves the same requests in two ways, in turns, in one process: through the whole rollout path (hub over TCP,
-leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all requests at once. Answers
-have a fixed length, because the model has no end-of-text token. `benchmarks.gpu` measures on a card with this module.
+One engine serves as many requests of the same lengths in two ways, in turns, in one process: through the whole rollout
+path (hub over TCP, leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all
+requests at once. Answers have a fixed length, because the model has no end-of-text token. `benchmarks.gpu` measures on
+a card with this module.
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ async def in_turns(
     """
     engine = VLLMEngine(config, 0)
     tokenizer = HfTokenizer(config.model).ready()
-    sums = [number // GROUP for number in range(requests)]  # the environment also asks each sum once for each group
+    sums = [number // GROUP for number in range(requests)]  # as in a run, all samples of a group ask the same sum
+    # Two-digit sums are as long as those of the environment. No two of them are equal.
     prompts = [tokenizer.render(f"{number % 90 + 10}+{number % 89 + 10}=") for number in sums]
     await engine.start()
     try:

@@ -279,10 +279,12 @@ def halves(run: Measured) -> tuple[float, float]:
 
 FITTED: Modes = {
     "async, the run fitted to": ["train.async_ratio=1"],
-    "sync": ["train.async_ratio=0", "rollout.seeded=false"],
+    "sync": ALPHA_0,
     "async, half the batch": ["train.async_ratio=1", "train.batch_size=128"],
 }
 """Modes of `calibration`. The constants are fitted to the first one."""
+UNITS = {"prefill_s": "s/token", "sequence_s": "s/sequence", "train_token_s": "GPU·s/token"}
+"""Units of the fitted constants that are no seconds."""
 
 
 def calibration(args: Args) -> list[Row]:
@@ -311,7 +313,9 @@ def calibration(args: Args) -> list[Row]:
         ]
     for part in fitted.parts:
         rows.append(Row(f"fit: {part.name}", "residual_error", "share", part.residual, None))
-        rows += [Row(f"fit: {part.name}", name, "s", value, None) for name, value in part.constants.items()]
+        rows += [
+            Row(f"fit: {part.name}", name, UNITS.get(name, "s"), value, None) for name, value in part.constants.items()
+        ]
     return rows
 
 

@@ -308,6 +308,7 @@ async def ensure_image(stored: Images, name: str = IMAGE) -> None:
 
 def _archive(name: str) -> Path:
     """Return the archive of an image's root file system, kept from an earlier call if the same recipe made it."""
+    # The recipe is the list of packages and the code that makes an image of them.
     recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
     file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
     if not file.exists():
@@ -319,8 +320,13 @@ def _archive(name: str) -> Path:
 
 
 async def in_containers(url: str, with_swerex: bool, counts: Counts) -> list[Row]:
-    """Measure on the engine at `url`. Raises RuntimeError if a container is left behind."""
-    labels = {LABEL: uuid4().hex}  # a new value, by which the containers of this run are found
+    """Measure on the engine at `url`.
+
+    Raises:
+        ConfigError: the packages of the image or of swe-rex cannot be had.
+        RuntimeError: a command has failed, or a container is left behind.
+    """
+    labels = {LABEL: uuid4().hex}  # a new value, by which the containers of this run that no pool makes are found
     async with DockerBackend(url) as backend:
         await ensure_image(backend.images)
         info = await backend.info()
@@ -351,13 +357,15 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
 
 
 def measure(with_swerex: bool, args: Args) -> list[Row]:
-    """Measure on the engine of this machine. Ends the process if there is none. `benchmarks.form.main` calls this."""
+    """Measure on the engine of this machine. `benchmarks.form.main` calls this.
+
+    Ends the process with a message if there is no engine, or if packages of the image or of swe-rex cannot be had.
+    """
+    counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
     try:
-        url = find_engine()
+        return anyio.run(in_containers, find_engine(), with_swerex, counts)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
-    return anyio.run(in_containers, url, with_swerex, counts)
 
 
 def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:

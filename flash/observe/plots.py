@@ -4,9 +4,9 @@
     offpolicy.png  distance between the trained tokens' sampling policy and the policy that was trained on them
     timeline.png   activity of each worker over time (flash.observe.timeline)
 
-`flash.observe.recorder` calls `write_plots` at the end of a run, and `flash plot` calls it for a run of any age. All
-other numbers are charts of `flash view`. `flash simulate --plot` and `flash rhythm --plot` draw their own plots, and
-use `new_figure`, `png` and the colours of this file.
+`flash.observe.recorder` calls `write_plots` at the end of a run that was not interrupted, and `flash plot` calls it
+for a run of any age. All other numbers are charts of `flash view`. `flash simulate --plot` and `flash rhythm --plot`
+draw their own plots, and use `new_figure`, `png` and the colours of this file.
 
 matplotlib is imported on the first call, because its import is slow and most commands draw nothing. Nothing here uses
 matplotlib's global state (pyplot), because the recorder draws in a worker thread. A number that is not known is NaN,
@@ -156,7 +156,7 @@ def write_plots(run_dir: Path) -> list[Path]:
     Without any rows it makes no folder and returns an empty list. The run may still go on.
 
     Raises:
-        RunDirectoryError: the plots cannot be written.
+        RunDirectoryError: a file of the run cannot be read, or the plots cannot be written.
     """
     directory = RunDirectory(run_dir)
     metrics, evaluations = by_step(directory.read_metrics()), by_step(directory.read_evaluations())

@@ -1,6 +1,6 @@
 """Parts of a simulated engine: the time of its steps, its sequences, and its prefix cache.
 
-Only `flash.simulate.engine` uses this module, which has no timers. A version is the number of the policy's weights with
+This module has no timers; only `flash.simulate.engine` uses it. A version is the number of the policy's weights with
 which a token was sampled. A swap is the change to another version. A sequence joins when the engine begins to decode
 it. Steps are counted from the engine's start; times are seconds of the loop's clock.
 """

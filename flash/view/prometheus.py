@@ -91,8 +91,8 @@ def dashboard() -> dict[str, Any]:
                     "name": "run",
                     "type": "query",
                     "datasource": {"type": "prometheus", "uid": "$source"},
-                    "query": "label_values(flash_ended, run)",
-                    "refresh": 2,
+                    "query": f"label_values({ENDED}, run)",
+                    "refresh": 2,  # Grafana reads the names again when the time range changes
                     "multi": True,
                     "includeAll": True,
                 },

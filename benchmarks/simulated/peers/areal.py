@@ -4,9 +4,10 @@ The benchmarks of `benchmarks.simulated` call `areal`, and compare its report wi
 
 A group is the samples of one prompt. Groups may be started up to a capacity:
 min(max_concurrent − running, (η + version + 1)·B − (accepted + running)), where B is the number of groups in a batch.
-A group that is filtered out gives its place back. A batch takes the oldest results. New weights interrupt generation:
-running requests are aborted and sent again with the tokens that they have, which are prefilled again. The age of a
-sample is not checked when it is trained.
+A group that is filtered out gives its place back. A batch takes the results that were issued first. New weights
+interrupt generation. AReaL aborts the running requests and sends them again with the tokens that they have. Here the
+load of the weights prefills these tokens again, which costs the same. The age of a sample is not checked when it is
+trained.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Areal:
         self._admit()
 
     async def _batch(self) -> list[list[Finished]]:
-        """Wait for enough results, and take the oldest ones as a batch."""
+        """Wait for enough results, and take those that were issued first as a batch."""
         wanted = self._world.groups_per_batch
         while len(self._results) < wanted:
             self._changed = anyio.Event()
