@@ -293,7 +293,9 @@ class Heartbeats:
 
     def silent(self, now: float) -> list[int]:
         """Return the nodes that are silent now. `Nodes.watch` takes their leases back."""
-        return [node for node, since in self._answered.items() if now - since >= self._silence_s]
+        # The sum is the one of `next_silence`. By the difference of the times, whose rounding is another one, a node
+        # might not be silent at the moment for which `next_silence` says so, and the caller would ask without end.
+        return [node for node, since in self._answered.items() if now >= since + self._silence_s]
 
     def next_silence(self, now: float) -> float:
         """Return the seconds until a node can become silent at the earliest. `Nodes.watch` sleeps that long."""

@@ -133,8 +133,10 @@ class Incarnations:
 
         The age is in seconds. `now` is on the clock of the event loop, like the times of heartbeats.
         """
-        ages = {number: now - rank.heartbeat for number, rank in enumerate(self.ranks) if rank.heartbeat is not None}
-        return {number: age for number, age in ages.items() if age >= seconds}
+        beats = {number: rank.heartbeat for number, rank in enumerate(self.ranks) if rank.heartbeat is not None}
+        # `TrainerRanks.watch` sleeps until this sum. By the difference of the times, whose rounding is another one, the
+        # rank might not be silent yet then.
+        return {number: now - beat for number, beat in beats.items() if now >= beat + seconds}
 
     def rank_left(self, rank: int) -> None:
         """Record that a rank has left, or counts as left. No heartbeat of it is expected any more."""

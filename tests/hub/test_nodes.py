@@ -14,7 +14,7 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, PeerLostError, WeightsError
 from flash.hub import protocol as p
-from flash.hub.fleet import CUT_OFF, IN_ORDER, NodeRegistry, RunOrigin, config_digest
+from flash.hub.fleet import CUT_OFF, IN_ORDER, Heartbeats, NodeRegistry, RunOrigin, config_digest
 from flash.observe.cluster import MOST_GONE, MOST_LEASES, Cluster
 from flash.types import Failure, Lease, Outcome
 from tests.hub.test_hub import Driver, all_leases, make_config
@@ -379,3 +379,12 @@ async def test_a_picture_can_be_kept_and_read_again() -> None:
     await tell(run, 0)
     whole = cluster(1.0, run.hub.overview())
     assert msgspec.json.decode(msgspec.json.encode(whole), type=Cluster) == whole
+
+
+@pytest.mark.parametrize("answered", [4.693, 34.529, 1e6 + 0.1])
+def test_a_node_is_silent_at_the_moment_until_which_the_watch_sleeps(answered: float) -> None:
+    heartbeats = Heartbeats(12.0)
+    heartbeats.answered(3, answered)
+    now = answered + 12.0  # 4.693 + 12.0 - 4.693 < 12.0
+    assert heartbeats.next_silence(now) == 0.0
+    assert heartbeats.silent(now) == [3]

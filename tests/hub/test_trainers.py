@@ -690,3 +690,10 @@ def test_an_incarnation_cannot_begin_beyond_the_run() -> None:
     incarnations.rank_arrived(0)
     with pytest.raises(ContractError, match="start from version 6 of a run that is at 5"):
         incarnations.start_from(6)
+
+
+@pytest.mark.parametrize("beat", [4.693, 34.529, 1e6 + 0.1])
+def test_a_rank_is_silent_at_the_moment_until_which_the_watch_sleeps(beat: float) -> None:
+    incarnations = Incarnations(1, RunProgress(0), 0)
+    incarnations.ranks[0].heartbeat = beat
+    assert list(incarnations.silent(12.0, beat + 12.0)) == [0]  # 4.693 + 12.0 - 4.693 < 12.0
