@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import anyio
 from anyio.abc import TaskGroup
@@ -32,7 +32,7 @@ from flash.rollout.scheduler import HubLink
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import STARTUP_LINE_S, explain_engine_start, make_node, unix_clock
 from flash.run.processes.forked import ProcessOrder
-from flash.run.processes.hub_place import TOKEN_VARIABLE
+from flash.run.processes.hub_place import TOKEN_VARIABLE, HubAddress
 from flash.run.processes.rendezvous import RETRY_S, HubSearch
 from flash.run.processes.supervisor import End
 from flash.run.processes.supervisor import say as warn
@@ -228,6 +228,15 @@ class JoinedNode:
         """Return a rollout node for the hub of `link`. Its engines are not started yet. Tests replace this method."""
         return await make_node(self._place, link, self._config, self._env, unix_clock(), self.lose_hub)
 
+    async def find_hub(self, wait_s: float, before: p.RunReply | None) -> tuple[HubAddress, p.RunReply] | None:
+        """Wait for the hub, like `HubSearch.find`. Simulations replace this method."""
+        return await self._search.find(wait_s, before)
+
+    def connect(self, address: HubAddress) -> AbstractAsyncContextManager[p.HubCaller]:
+        """Return the connection to the hub at `address`, for the time of a block. Simulations replace this method."""
+        seconds = self._config.deadlines.request
+        return connect(address.host, address.port, address.token, f"guest-{os.getpid()}", seconds)
+
     async def handle_signals(self, whole_scope: anyio.CancelScope) -> None:
         """Leave the run in order at SIGINT or SIGTERM: finish the episodes, and take no more tasks.
 
@@ -259,7 +268,7 @@ class JoinedNode:
             Exception: the error that ended the node. If a restart cannot fix it, the hub has got it, too.
         """
         try:
-            found = await self._search.find(wait_s, self._run)
+            found = await self.find_hub(wait_s, self._run)
         except FlashError:
             if self._run is None:  # the launcher had found a hub a moment ago
                 return None
@@ -275,10 +284,9 @@ class JoinedNode:
         if self._node is not None and self._node.newest_version > self._run.version:
             say(f"the run has gone back to version {self._run.version}: this node starts again")
             return End.WITH_PEER
-        host, port, name = address.host, address.port, f"guest-{os.getpid()}"
         hub: HubConnection | None = None
         try:
-            async with connect(host, port, address.token, name, self._config.deadlines.request) as caller:
+            async with self.connect(address) as caller:
                 hub = HubConnection(caller, self._print_ready)
                 return await self._serve(hub, tasks)
         except Exception as error:
@@ -288,7 +296,7 @@ class JoinedNode:
                 say("the run is over")
                 return End.OVER
             if isinstance(error, TransportError) and (hub is None or hub.lost) and not error.fatal:
-                warn(f"the hub at {host}:{port} is gone: {error}")
+                warn(f"the hub at {address.host}:{address.port} is gone: {error}")
                 return None
             raise
 

@@ -16,8 +16,9 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,10 @@ _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
 """Pattern of a file's name. The groups are the number of the file and the version of the checkpoint before it."""
 _DAMAGED = "damaged-"
 """Beginning of the names of damaged files, which are kept so that people can examine them."""
+
+
+InThread = Callable[[Callable[[], OSError | None]], Awaitable[OSError | None]]
+"""Function that calls a blocking function in a thread, and returns the result of the function."""
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -88,13 +93,24 @@ class FileJournal:
         place: place where the journal is continued.
         to_disk: True to force each write to the disk, so that it survives a crash of the machine.
         note: called with messages for the user.
+        in_thread: calls a function that writes, without blocking the event loop. None: a thread of the journal's own.
     """
 
     def __init__(
-        self, run_dir: Path, version: int, place: JournalPlace, *, to_disk: bool, note: Callable[[str], None]
+        self,
+        run_dir: Path,
+        version: int,
+        place: JournalPlace,
+        *,
+        to_disk: bool,
+        note: Callable[[str], None],
+        in_thread: InThread | None = None,
     ) -> None:
         self._files = _Files(run_dir, to_disk)
         self._note = note
+        # The thread has a limit of its own: other users of threads, such as a slow environment, must not delay the
+        # journal.
+        self._in_thread: InThread = in_thread or partial(run_sync, limiter=anyio.CapacityLimiter(1))
         self._failing = False
         """True if the last write has failed."""
         self._next_number = place.number
@@ -146,8 +162,6 @@ class FileJournal:
         Consumes recorded events. Waits for some, then for the disk. Unblocked by `record`. Produces files, and wakes
         the callers of `written`.
         """
-        # A thread limit of its own: other users of threads, such as a slow environment, must not delay the journal.
-        alone = anyio.CapacityLimiter(1)
         try:
             while True:
                 await self._wake.wait()
@@ -155,7 +169,7 @@ class FileJournal:
                 parts, recorded = self._parts, self._recorded
                 # Events that are recorded during the write continue the same file.
                 self._parts = [_Part(parts[-1].number, parts[-1].version, bytearray())]
-                problem = await run_sync(self._files.write, parts, limiter=alone)
+                problem = await self._in_thread(partial(self._files.write, parts))
                 self._report(problem, parts[-1].version)
                 # Also after an error: callers of `written` must not wait for a full disk.
                 self._written = recorded

@@ -40,15 +40,27 @@ class SimTrainer:
         settings: the simulation's settings.
         hub: connection to the hub.
         now: the clock, in seconds.
+        rank: number of the rank. Only rank 0 commits and publishes.
+        version: version that the trainer holds at first.
     """
 
-    def __init__(self, config: Config, settings: SimulateConfig, hub: p.HubCaller, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: SimulateConfig,
+        hub: p.HubCaller,
+        now: Callable[[], float],
+        *,
+        rank: int = 0,
+        version: int = 0,
+    ) -> None:
         self._config = config
         self._settings = settings
         self._train_gpus = settings.gpus - settings.rollout_gpus
         self._hub = hub
         self._now = now
-        self._version = 0
+        self._rank = rank
+        self._version = version
         """Version that the trainer holds, which is also the number of the next step."""
         self.activities: list[Activity] = []
         """Activities of the trainer: `train`, `batch` (it waits for one) or `publish` (it waits for the engines)."""
@@ -68,35 +80,44 @@ class SimTrainer:
         that there is no further shard.
         """
         await self._publish()
-        while await self._train_step():
+        while (await self._train_step()).shard is not None:
             await self._publish()
-        await self._hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
+        await self._hub.call(p.Goodbye(self._rank, []), timeout=waits.leaving_s(self._config))
 
-    async def _train_step(self) -> bool:
-        """Train the rounds of a step as they come, and commit the step. Returns False if the run has ended instead."""
+    async def _meet(self) -> None:
+        """Return when all ranks have come so far, as after a collective. Called before and after each training."""
+
+    async def _train_step(self) -> p.BatchReply:
+        """Train the rounds of a step as they come, and commit the step. Returns the last reply.
+
+        A reply without a shard ends training.
+        """
         waited_s = 0.0
         shards: list[Shard] = []
         trained: list[tuple[float, float]] = []  # start and stop of the training of each round, as `Commit` wants it
         while not shards or not shards[-1].round.last:
             start = self._now()
-            reply = await fetch_shard(self._hub, 0, self._version, waits.batch_s(self._config), len(shards))
+            reply = await fetch_shard(self._hub, self._rank, self._version, waits.batch_s(self._config), len(shards))
             waited_s += self._now() - start
             self._record("batch", start)
             if reply.shard is None:
-                return False
+                return reply
             shards.append(reply.shard)
+            await self._meet()
             start = self._now()
             await anyio.sleep(self._training_s(reply.shard))
+            await self._meet()
             self._record("train", start)
             trained.append((start, self._now()))
         metrics = {"trainer_wait_s": waited_s, "trainer_step_s": sum(stop - start for start, stop in trained)}
         commit = p.Commit(self._version, metrics, trained=trained)
-        await self._hub.call(commit, timeout=self._config.deadlines.request)
+        if self._rank == 0:
+            await self._hub.call(commit, timeout=self._config.deadlines.hub)
         self.commits.append(self._now())
         rounds = [self._count(shard) for shard in shards]
         self.trained.append(Trained(sum(each.samples for each in rounds), sum(each.tokens for each in rounds)))
         self._version += 1
-        return True
+        return reply
 
     def _training_s(self, shard: Shard) -> float:
         """Return the seconds of training on a shard. The update of the weights belongs to the last round of a step."""
@@ -108,6 +129,8 @@ class SimTrainer:
     async def _publish(self) -> None:
         """Publish the present version without weights. The hub replies when the engines have loaded the one before."""
         start = self._now()
+        if self._rank != 0:
+            return
         # Backend, encoded weights and canary are placeholders: simulated engines read only the version.
         published = Published(self._version, "tcp", b"", Canary([0, 0], [-1.0]))
         await self._hub.call(p.PublishRequest(published), timeout=waits.taken_s(self._config))

@@ -180,7 +180,7 @@ async def serve(
         ConfigError: the address cannot be listened at, or the token is too short.
     """
     check_token(token)
-    server = _Server(token, request_type, handler, deadline, connection_to_replace, on_connect, on_disconnect)
+    server = ConnectionServer(token, request_type, handler, deadline, connection_to_replace, on_connect, on_disconnect)
     async with await _listen(host, port) as listener, anyio.create_task_group() as tasks:
         for one in listener.listeners:
             assert isinstance(one, SocketListener), "a port's listeners are sockets"
@@ -239,7 +239,7 @@ def port_holder(port: int) -> str:
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
-class _Server(Generic[RequestT]):
+class ConnectionServer(Generic[RequestT]):
     """State that all connections of a server share. `serve` describes the arguments."""
 
     def __init__(
