@@ -28,7 +28,7 @@ import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
-from flash.errors import RecordingError
+from flash.errors import RecordingError, RunDirectoryError
 from flash.observe.rundir.recording import HEADER, append_frame, checkpointed, read_frames, whole_frame_after
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.journal import Event, Replay
@@ -122,7 +122,9 @@ class FileJournal:
         self._wake = anyio.Event()
         """Event that is set when an event was recorded, and replaced by a new one before each write."""
         self._progress = anyio.Event()
-        """Event that is set after each write, and then replaced by a new one."""
+        """Event that is set after each write, and then replaced by a new one; set for good when `run` has ended."""
+        self._closed = False
+        """True when `run` has ended, so that nothing more is written."""
         self.begin(version)
 
     def record(self, event: Event) -> None:
@@ -151,9 +153,14 @@ class FileJournal:
 
         Implements `flash.samples.journal.Journal`. The hub calls this before it acknowledges results of a node, gives a
         batch to the ranks, or acknowledges a step, so that it does not forget them in a crash.
+
+        Raises:
+            RunDirectoryError: `run` has ended, so that the events will never be written.
         """
         recorded = self._recorded
         while self._written < recorded:
+            if self._closed:
+                raise RunDirectoryError("the journal was closed before its last events were written")
             await self._progress.wait()
 
     async def run(self) -> None:
@@ -177,6 +184,10 @@ class FileJournal:
                 self._progress = anyio.Event()
         finally:
             self._files.close()
+            # A caller of `written` may be shielded from the cancellation that has ended this task. It would wait
+            # forever, and keep the process from ending.
+            self._closed = True
+            self._progress.set()
 
     def _report(self, problem: OSError | None, version: int) -> None:
         """Report the first failure of a series of writes to the user, and the first success after it.

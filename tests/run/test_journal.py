@@ -373,3 +373,12 @@ async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> N
     other = make_config(run={"name": "run", "output_dir": str(run_dir.parent)}, train={"batch_size": 8})
     with pytest.raises(ConfigError, match=r"train\.batch_size: .*got 8"):
         restore_hub_state(None, other)
+
+
+async def test_nobody_waits_for_a_journal_that_is_closed(tmp_path: Path) -> None:
+    one = Incarnation(tmp_path / "run")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.journal.run)
+        tasks.cancel_scope.cancel()  # before its first write
+    with anyio.fail_after(5), pytest.raises(RunDirectoryError, match="was closed"):
+        await one.journal.written()
