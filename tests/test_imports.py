@@ -22,7 +22,8 @@ FLOORS = [
     {"weights", "samples", "service", "view"},
     {"hub", "data"},
     {"rollout", "trainer"},
-    {"simulate", "run"},
+    {"run"},
+    {"simulate"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ CLOSE = 0.02
 """Share of the best throughput that may be given up to train on younger tokens."""
 OPENING, CLOSING = "([{", ")]}"
 """Brackets of TOML, inside of which a comma does not separate the values of a sweep."""
+SEEDS = 1000
+"""Number of runs that `--faults` plays unless `--seeds` is given."""
+MOST_SHRUNK = 5
+"""Number of failing seeds that are made smaller. Each takes up to a minute."""
 CALIBRATION_SEEDS = 4
 """Number of draws of the workload over which a prediction is averaged, since one draw of a short run is noisy."""
 
@@ -54,11 +59,13 @@ class Sweep(NamedTuple):
 def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
     """Add the parser of `flash simulate` to `commands`, and return it."""
     parser = commands.add_parser(
-        "simulate", help="Predict the speed of a configuration with a simulation, which needs no GPU and no model."
+        "simulate",
+        help="Predict the speed of a configuration with a simulation, which needs no GPU and no model. With --faults: "
+        "test runs with random faults.",
     )
     parser.add_argument(
         "config",
-        nargs="+",
+        nargs="*",
         metavar="CONFIG|KEY=VALUE",
         help="Configuration files and settings, as for `flash train`. They need a [simulate] table.",
     )
@@ -71,15 +78,91 @@ def add_simulate(commands: CommandParsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the result into this file.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to this file.")
+    parser.add_argument(
+        "--faults", action="store_true", help="Play random runs with random faults, and check the laws of a run."
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"Number of runs to play. Default: {SEEDS}.")
+    parser.add_argument("--from", type=int, dest="first", metavar="SEED", help="First seed. Default: 0.")
+    parser.add_argument("--seed", type=int, metavar="SEED", help="Play only this seed.")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="Write the events of --seed as JSON lines.")
     parser.set_defaults(run=run_simulate)
     return parser
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """Run the simulations that the arguments ask for, for `flash simulate`."""
+    """Run the simulations that the arguments ask for, for `flash simulate`.
+
+    Returns 1 if a run with faults has broken a law.
+    """
+    check_simulate(arguments)
+    if arguments.faults:
+        if arguments.seed is not None:
+            return replay_faults(arguments.seed, arguments.trace)
+        return play_faults(arguments.first or 0, SEEDS if arguments.seeds is None else arguments.seeds)
     paths, overrides = split_arguments(arguments.config)
     simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
     return 0
+
+
+def check_simulate(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if arguments of `flash simulate` contradict each other."""
+    of_faults = {"--seeds": arguments.seeds, "--from": arguments.first, "--seed": arguments.seed}
+    given = [name for name, value in (of_faults | {"--trace": arguments.trace}).items() if value is not None]
+    if not arguments.faults:
+        if given:
+            raise ConfigError(f"{given[0]} is an option of --faults: add --faults, or leave {given[0]} out")
+        if not arguments.config:
+            raise ConfigError("name a configuration file with a [simulate] table, or play random faults with --faults")
+        return
+    others = {"--sweep": arguments.sweep, "--plot": arguments.plot, "--json": arguments.json}
+    if arguments.config or any(others.values()):
+        wrong = arguments.config[0] if arguments.config else next(name for name, value in others.items() if value)
+        raise ConfigError(f"--faults draws its own configurations: leave {wrong} out")
+    if arguments.seed is not None and (arguments.seeds is not None or arguments.first is not None):
+        raise ConfigError("--seed plays one seed: leave --seeds and --from out")
+    if arguments.trace is not None and arguments.seed is None:
+        raise ConfigError("--trace writes the events of one run: name its seed with --seed")
+    for name, value in of_faults.items():
+        least = 1 if name == "--seeds" else 0
+        if value is not None and value < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {value}")
+    check_writable(arguments.trace)
+
+
+def play_faults(first: int, count: int) -> int:
+    """Play seeds on all cores, print each that breaks a law in a smaller form, and return 1 if one does."""
+    from flash.simulate.faults.play import play_seed, shrink
+    from flash.simulate.faults.scenario import draw
+
+    workers = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    befallen: Counter[str] = Counter()
+    failed = 0
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
+        with _interrupts_held_back():
+            results = pool.map(play_seed, range(first, first + count), chunksize=min(8, -(-count // workers)))
+        for played in results:
+            befallen.update(played.faults)
+            if played.law:
+                failed += 1
+                tables.print_failed_seed(played.seed, played.law)
+                if failed <= MOST_SHRUNK:
+                    tables.print_scenario(shrink(draw(played.seed), played.law))
+    tables.print_faults(count, befallen, failed)
+    return 1 if failed else 0
+
+
+def replay_faults(seed: int, trace: Path | None) -> int:
+    """Play one seed, print what it finds, write its events to `trace`, and return 1 if it breaks a law."""
+    from flash.simulate.faults.play import play
+    from flash.simulate.faults.scenario import draw
+
+    played = play(draw(seed))
+    if trace is not None:
+        write_atomically(trace, b"".join(msgspec.json.encode(event) + b"\n" for event in played.events))
+    if played.law:
+        tables.print_failed_seed(seed, played.law)
+    tables.print_faults(1, Counter(played.faults), 1 if played.law else 0)
+    return 1 if played.law else 0
 
 
 def simulate_command(

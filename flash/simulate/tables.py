@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from flash.config.simulate import sampler
 from flash.config.tree import Config
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flash.simulate.calibrate import Calibration
+    from flash.simulate.faults.scenario import Scenario
     from flash.simulate.report import SweepCell
 
 BAR = 32
@@ -275,3 +278,21 @@ def _table(*titles: str) -> Table:
     for place, title in enumerate(titles):
         table.add_column(title, justify="left" if place in (0, len(titles) - 1) else "right")
     return table
+
+
+def print_failed_seed(seed: int, law: str) -> None:
+    """Print the law that the run of a seed has broken. `flash simulate --faults` calls this for each failing seed."""
+    sys.stdout.write(f"seed {seed}: {law}\n")
+    sys.stdout.flush()
+
+
+def print_scenario(scenario: Scenario) -> None:
+    """Print a smaller scenario that breaks the same law as the seed that was printed before."""
+    sys.stdout.write(f"  smaller: {msgspec.json.encode(scenario).decode()}\n")
+    sys.stdout.flush()
+
+
+def print_faults(seeds: int, befallen: Mapping[str, int], failed: int) -> None:
+    """Print the summary of runs with faults: their number, the faults by kind, and the number of failing runs."""
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(befallen.items())) or "none"
+    sys.stdout.write(f"{seeds:,} seeds; faults: {kinds}; failed: {failed:,}\n")

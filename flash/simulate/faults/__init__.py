@@ -1,0 +1,1 @@
+"""`flash simulate --faults`."""

@@ -1,0 +1,196 @@
+"""FaultLoop: a virtual clock whose simulated processes can be killed, frozen and continued.
+
+All processes of a simulation share one event loop. Each task belongs to a `Process`, which its context names, so the
+tasks that it starts belong to the same process. A frozen process (as after SIGSTOP) runs no callback: its callbacks and
+timers are held until it goes on. A killed process is cancelled; from that moment on the network and the disk ignore it,
+so that no `finally` of it has an effect outside.
+
+anyio keeps tasks and scopes in sets, whose order follows from memory addresses. So that equal seeds give equal runs,
+tasks here hash to their numbers, and the tasks that are cancelled together are woken in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from itertools import count
+from typing import Any
+
+import anyio
+
+from flash.simulate.clock import VirtualLoop
+
+MOST_PASSES = 100_000
+"""Number of passes of the loop at one moment of the clock after which the run counts as one that turns in a circle."""
+RETRY = 1 << 60
+"""Place among the tasks that are cancelled together of anyio's own retry, which comes after all of them."""
+
+
+class Process:
+    """A simulated process of the run.
+
+    Args:
+        name: name in the trace, such as `hub` or `node 2`.
+        machine: name of the machine on which the process runs.
+    """
+
+    def __init__(self, name: str, machine: str) -> None:
+        self.name = name
+        self.machine = machine
+        self.alive = True
+        """False once the process has ended or was killed. It has no effect on anything outside then."""
+        self.killed = False
+        self.frozen = False
+        self.result: Any = None
+        """Result of the main function of the process, if it has ended without an error."""
+        self.error: BaseException | None = None
+        """Error that has ended the process."""
+        self.ended = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.held: list[tuple[Callable[..., object], tuple[Any, ...], Context]] = []
+        """Callbacks that wait until the frozen process goes on."""
+        self.on_end: list[Callable[[], None]] = []
+        """Functions that are called when the process has ended or was killed."""
+        self.context = copy_context()
+        """Context for callbacks of the network that run in this process."""
+        self.context.run(PROCESS.set, self)
+
+    async def main(self, function: Callable[[], Awaitable[Any]]) -> None:
+        """Run the main function of the process in this task, until it ends or the process is killed."""
+        PROCESS.set(self)
+        try:
+            with self.scope:
+                self.result = await function()
+        except Exception as error:  # a process may end with any error; the launcher decides what follows
+            self.error = error
+        finally:
+            self._over()
+
+    def kill(self) -> None:
+        """End the process at once, like SIGKILL. Its memory is lost."""
+        if self.alive:
+            self.killed = True
+            self._over()
+            self.thaw()
+            self.scope.cancel()
+
+    def _over(self) -> None:
+        """Record the end of the process once, and report it."""
+        if self.alive:
+            self.alive = False
+            for function in self.on_end:
+                function()
+            self.ended.set()
+
+    def freeze(self) -> None:
+        """Stop the process like SIGSTOP."""
+        self.frozen = self.alive
+
+    def thaw(self) -> None:
+        """Let a frozen process go on: everything that was due meanwhile happens now."""
+        self.frozen = False
+        held, self.held = self.held, []
+        loop = asyncio.get_running_loop()
+        for callback, args, context in held:
+            loop.call_soon(callback, *args, context=context)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+"""Process to which the running task belongs; None for the launchers and the simulation itself."""
+
+
+class _Task(asyncio.Task[Any]):
+    """A task that hashes to its number, so that sets of tasks have the same order in each run."""
+
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], loop: FaultLoop, **options: Any) -> None:
+        self.number = number
+        self._fault_loop = loop
+        super().__init__(coroutine, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel the task. The loop wakes all tasks that are cancelled together in the order of their numbers."""
+        loop = self._fault_loop
+        outer, loop.cancelling = loop.cancelling, self.number
+        try:
+            return super().cancel(msg)
+        finally:
+            loop.cancelling = outer
+
+
+class FaultLoop(VirtualLoop):
+    """The event loop of a simulation with faults."""
+
+    def __init__(self) -> None:
+        self.cancelling: int | None = None
+        """Number of the task that is being cancelled; None if none is."""
+        self._numbers = count(1)
+        self._passes = 0
+        """Number of passes since the clock has advanced."""
+        self._sweep: list[tuple[int, int, Callable[..., object], tuple[Any, ...], Context]] = []
+        """Callbacks that were caused by tasks that are cancelled together: number of the task, place, callback."""
+        super().__init__()
+        self.set_task_factory(lambda loop, coroutine, **options: _Task(next(self._numbers), coroutine, self, **options))
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        """Schedule a callback, unless its process is frozen."""
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is not None and process.frozen:
+            process.held.append((callback, args, copy_context() if context is None else context))
+            return asyncio.Handle(callback, args, self)
+        if self.cancelling is not None or (self._sweep and _is_retry(callback)):
+            number = RETRY if self.cancelling is None else self.cancelling
+            at = copy_context() if context is None else context
+            self._sweep.append((number, len(self._sweep), callback, args, at))
+            return asyncio.Handle(callback, args, self, at)
+        self._end_sweep()
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Schedule a timer. If its process is frozen when it is due, it waits until the process goes on."""
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        at = copy_context() if context is None else context
+        return super().call_at(when, _due, process, callback, args, at, context=at)
+
+    def jump(self, seconds: float | None) -> None:
+        """Advance the clock, unless callbacks of cancelled tasks are due at this moment."""
+        before = self.time()
+        super().jump(0.0 if self._sweep else seconds)
+        self._end_sweep()
+        self._passes = self._passes + 1 if self.time() == before else 0
+        if self._passes > MOST_PASSES:
+            self._passes = 0
+            raise self.refuse(f"a moment at which tasks run for {MOST_PASSES} passes of the loop")
+
+    def _end_sweep(self) -> None:
+        """Schedule the callbacks of the tasks that were cancelled together, in the order of the tasks."""
+        if self._sweep:
+            sweep, self._sweep = sorted(self._sweep, key=lambda each: each[:2]), []
+            for _, _, callback, args, context in sweep:
+                super().call_soon(callback, *args, context=context)
+
+
+def _is_retry(callback: Callable[..., object]) -> bool:
+    """Return True for the callback with which anyio cancels tasks again that have not ended yet."""
+    return getattr(callback, "__name__", "") == "_deliver_cancellation"
+
+
+def _due(process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+    """Run the callback of a timer, or hold it while its process is frozen."""
+    if process.frozen:
+        process.held.append((callback, args, context))
+    else:
+        callback(*args)
+
+
+async def until(condition: Callable[[], bool], every_s: float = 1.0) -> None:
+    """Wait until a condition holds. It is looked at every `every_s` seconds, as launchers look for a hub."""
+    while not condition():  # noqa: ASYNC110 - nothing in a real machine would notify a launcher
+        await anyio.sleep(every_s)

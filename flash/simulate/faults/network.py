@@ -1,0 +1,294 @@
+"""Network: connections in memory between the machines of a simulated run, with delays, losses and cuts.
+
+A `Stream` is one end of a connection, as a socket is. `flash.transport` runs over it unchanged: the real client and
+server, their frames, and the proof of the token. Bytes of one stream arrive in order. Streams are independent, so
+messages of two connections may overtake each other.
+
+While the way between two machines is cut, bytes wait, as TCP would send them again. After `LOST_S` both ends lose the
+connection. If a process ends, the other end of its connections learns of it; if its machine vanishes, only after
+`LOST_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import ByteStream, SocketAttribute, SocketStream
+
+from flash.errors import PeerLostError, TransportError
+from flash.simulate.faults.loop import Process, until
+from flash.transport.auth import prove_to_server
+from flash.transport.client import Client
+from flash.transport.frames import IDLE_SECONDS, PROBE_SECONDS, PROBES, FrameConnection, set_socket_options
+from flash.waiting import deadline, unwrapped_group
+
+LOST_S = float(IDLE_SECONDS + PROBES * PROBE_SECONDS)
+"""Seconds after which the kernel gives up a connection whose other end does not answer."""
+TOKEN = b"simulated token."
+"""Token of the simulated run, which all of its processes hold."""
+DELAY_S = (0.0005, 0.02)
+"""Range of the seconds that bytes take from one machine to another."""
+STEP_S = 1e-6
+"""Seconds between two arrivals of one stream at least, so that they keep their order."""
+
+Route = tuple[str, str]
+"""Machine that sends, and machine that receives."""
+
+
+class _Socket:
+    """Stand-in for the socket of a stream: it accepts all options."""
+
+    def setsockopt(self, *_: object) -> None:
+        """Do nothing."""
+
+
+class Stream(ByteStream):
+    """One end of a connection.
+
+    Args:
+        network: carries the bytes.
+        process: process that holds this end.
+        address: address of the other end, for messages.
+    """
+
+    def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
+        self._network = network
+        self._arrived: deque[bytes] = deque()
+        self._over = False
+        self._news = anyio.Event()
+        self._address = address
+        self.process = process
+        self.peer: Stream
+        """Other end. The network sets it."""
+        self.stuck: list[bytes | None] = []
+        """Bytes that wait for the end of a cut. None stands for the end of the stream."""
+        self.last = 0.0
+        """Time at which the last bytes that this end has sent arrive."""
+
+    @property
+    def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
+        """Attributes of the socket that the server reads."""
+        return {SocketAttribute.raw_socket: _Socket, SocketAttribute.remote_address: lambda: self._address}
+
+    def arrive(self, item: bytes | None) -> None:
+        """Take bytes of the other end; None: the connection has ended. The network calls this."""
+        if item is None:
+            self._over = True
+        elif not self._over:
+            self._arrived.append(item)
+        self._news.set()
+
+    @property
+    def open(self) -> bool:
+        """True until this end knows that the connection has ended."""
+        return not self._over
+
+    async def send(self, item: bytes) -> None:
+        """Send bytes. Raises BrokenResourceError if the connection has ended."""
+        await anyio.lowlevel.checkpoint()
+        if self._over:
+            raise anyio.BrokenResourceError
+        self._network.transmit(self, item)
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        """Wait for bytes, and return at most `max_bytes` of them. Raises EndOfStream if the connection has ended."""
+        while not self._arrived:
+            if self._over:
+                raise anyio.EndOfStream
+            self._news = anyio.Event()
+            await self._news.wait()
+        piece = self._arrived.popleft()
+        if len(piece) > max_bytes:
+            self._arrived.appendleft(piece[max_bytes:])
+        return piece[:max_bytes]
+
+    async def send_eof(self) -> None:
+        """Close the stream."""
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection. The other end learns of it."""
+        self.end()
+        await anyio.lowlevel.checkpoint()
+
+    def end(self) -> None:
+        """Close this end at once, and send the end to the other one."""
+        if not self._over:
+            self._network.transmit(self, None)
+            self.arrive(None)
+
+
+class Listener:
+    """Port of the hub. `ConnectionServer.accept_all` calls `accept`.
+
+    Args:
+        process: process of the hub.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._waiting: deque[Stream] = deque()
+        self._news = anyio.Event()
+
+    def connect(self, stream: Stream) -> None:
+        """Add a connection that a client has opened. The network calls this."""
+        self._waiting.append(stream)
+        self._news.set()
+
+    async def accept(self) -> SocketStream:
+        """Wait for the next connection."""
+        while not self._waiting:
+            self._news = anyio.Event()
+            await self._news.wait()
+        return cast("SocketStream", self._waiting.popleft())
+
+
+class Network:
+    """All connections of a run, and the cuts between its machines.
+
+    Args:
+        dice: draws the delays.
+    """
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._streams: list[Stream] = []
+        self._cuts: dict[Route, int] = {}
+        """Number of cuts of each route that are in force."""
+        self.slow: dict[str, float] = {}
+        """Seconds by which the messages of a slow machine are later."""
+        self.hub: Listener | None = None
+        """Port that the newest hub has announced."""
+
+    def transmit(self, stream: Stream, item: bytes | None) -> None:
+        """Carry bytes from one end to the other; None: the end of the connection."""
+        if not stream.process.alive:
+            return
+        route = stream.process.machine, stream.peer.process.machine
+        if self._cuts.get(route):
+            stream.stuck.append(item)
+        else:
+            self._deliver(stream, item, self._seconds(route))
+
+    def _deliver(self, stream: Stream, item: bytes | None, seconds: float) -> None:
+        """Let bytes arrive at the other end after some seconds, and after the bytes before them."""
+        loop, peer = asyncio.get_running_loop(), stream.peer
+        stream.last = max(loop.time() + seconds, stream.last + STEP_S)
+        loop.call_at(stream.last, peer.arrive, item, context=peer.process.context)
+
+    def _seconds(self, route: Route) -> float:
+        """Draw the seconds of one delivery."""
+        here, there = route
+        if here == there:
+            return STEP_S
+        return self._dice.uniform(*DELAY_S) + self.slow.get(here, 0.0) + self.slow.get(there, 0.0)
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def add(self, process: Process) -> None:
+        """Let the network notice the end of a process."""
+        process.on_end.append(lambda: self._process_over(process))
+
+    def _process_over(self, process: Process, seconds: float | None = None) -> None:
+        """Report the end of a process to the other ends of its connections."""
+        for stream in self._streams:
+            if stream.process is process and stream.open:
+                route = process.machine, stream.peer.process.machine
+                wait = self._seconds(route) if seconds is None else seconds
+                # Nothing reaches the other end while the way is cut. Then its kernel gives up.
+                self._deliver(stream, None, LOST_S if self._cuts.get(route) else wait)
+        self._streams = [each for each in self._streams if each.open and each.process.alive]
+
+    def vanish(self, machine: str) -> None:
+        """Let a machine vanish: the other ends of its connections notice it only after `LOST_S`."""
+        for process in {stream.process: None for stream in self._streams if stream.process.machine == machine}:
+            self._process_over(process, LOST_S)
+
+    @asynccontextmanager
+    async def connect(self, process: Process, name: str, seconds: float) -> AsyncGenerator[Client]:
+        """Connect a process to the hub, like `flash.transport.client.connect`.
+
+        Raises:
+            PeerLostError: no hub listens.
+            TransportError: the hub refuses the connection.
+            DeadlineError: the hub did not answer in time.
+        """
+        hub, where = self.hub, "hub at simulated:1"
+        async with unwrapped_group() as tasks:
+            with deadline(seconds, f"{where} to accept us", "the network"):
+                stream = await self._open(process, hub, name)
+                set_socket_options(cast("SocketStream", stream))
+                try:
+                    await prove_to_server(stream, TOKEN, name)
+                except TransportError as error:
+                    raise TransportError(f"no connection to {where}: {error}") from error
+            client = Client(FrameConnection(cast("SocketStream", stream), where), where)
+            tasks.start_soon(client.run)
+            try:
+                yield client
+            finally:
+                client.close()
+                stream.end()
+                tasks.cancel_scope.cancel()
+
+    async def _open(self, process: Process, hub: Listener | None, name: str) -> Stream:
+        """Return this end of a new connection to a hub. Waits for the end of a cut."""
+        await anyio.sleep(self._dice.uniform(*DELAY_S))
+        await until(lambda: hub is None or self.reaches(process.machine, hub.process.machine))
+        if hub is None or not hub.process.alive:
+            raise PeerLostError("cannot connect to the hub: nothing listens there")
+        here = Stream(self, process, ("hub", 1))
+        there = Stream(self, hub.process, (name, 1))
+        here.peer, there.peer = there, here
+        self._streams += [here, there]
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + STEP_S, hub.connect, there, context=hub.process.context)
+        return here
+
+    def reaches(self, here: str, there: str) -> bool:
+        """Return True if the way between two machines is cut in no direction."""
+        return not any(map(self._cuts.get, _both(here, there)))
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def lose(self, machine: str, number: int) -> None:
+        """Break one connection of a machine, at both ends."""
+        streams = [each for each in self._streams if each.process.machine == machine and each.open]
+        if streams:
+            stream = streams[number % len(streams)]
+            for end in (stream, stream.peer):
+                end.stuck.clear()
+                self._deliver(end, None, self._dice.uniform(*DELAY_S))
+
+    async def cut(self, routes: list[Route], seconds: float) -> None:
+        """Cut the way between machines for some seconds. Connections are lost if it takes longer than `LOST_S`."""
+        for route in routes:
+            self._cuts[route] = self._cuts.get(route, 0) + 1
+        await anyio.sleep(min(seconds, LOST_S))
+        if seconds > LOST_S:
+            machines = [{*route} for route in routes]
+            for stream in self._streams:
+                # The end of each connection gives up: either its bytes or their acknowledgements do not arrive.
+                if {stream.process.machine, stream.peer.process.machine} in machines:
+                    stream.stuck.clear()
+                    stream.arrive(None)
+            await anyio.sleep(seconds - LOST_S)
+        for route in routes:
+            self._cuts[route] -= 1
+        for stream in self._streams:
+            if not self._cuts.get((stream.process.machine, stream.peer.process.machine)):
+                stuck, stream.stuck = stream.stuck, []
+                for item in stuck:
+                    self.transmit(stream, item)
+
+
+def _both(one: str, other: str) -> tuple[Route, Route]:
+    """Return both directions between two machines."""
+    return (one, other), (other, one)

@@ -1,0 +1,410 @@
+"""Simulated parts of a run that faults can befall: its disk, weights, engines, environments and trainer ranks.
+
+The disk is a real folder, which the real journal, recordings and checkpoints are written to and read from. `Disk` adds
+time to each write, tears a write whose process is killed meanwhile, fills up, and forgets what was not forced to the
+disk when the machine fails. The other parts extend those of `flash.simulate` without faults.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from flash.config import waits
+from flash.config.simulate import SimulateConfig, uniform
+from flash.config.tree import Config
+from flash.environment.interface import Info, StepResult
+from flash.errors import CheckpointError, CollectiveError, EngineDeadError, EngineError, EnvError
+from flash.hub import protocol as p
+from flash.simulate.engine import SimEngine
+from flash.simulate.environment import SimEnvironment
+from flash.simulate.faults.loop import PROCESS, Process, until
+from flash.simulate.faults.network import Network
+from flash.simulate.trainer import SimTrainer
+from flash.simulate.workload import Workload
+from flash.trainer.checkpoint_files import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    make_empty,
+    move_into_place,
+    prune,
+    step_folder,
+    temporary_of,
+)
+from flash.types import Observation, Published
+
+T = TypeVar("T")
+
+FLUSH_S = 5.0
+"""Seconds after which the operating system has written appended data to the disk by itself."""
+ENV_FAULT = 0.4
+"""Share of the steps of environments that fail while a fault of environments lasts."""
+_RAISES, _HANGS = 101, 102
+"""Purposes of random draws, other than those of the workload."""
+
+
+class Disk:
+    """The disk of the first machine, which holds the run directory.
+
+    Args:
+        dice: draws times and torn sizes.
+        run_dir: the run directory.
+    """
+
+    def __init__(self, dice: random.Random, run_dir: Path) -> None:
+        self._dice = dice
+        self._run_dir = run_dir
+        self.full = False
+        self.slowness = 1.0
+        """Factor of the time of a write."""
+        self._flushed: list[tuple[float, dict[Path, int]]] = []
+        """Sizes of the appended files at earlier times, by which `lose_unsynced` knows what the disk has."""
+
+    async def write(self, function: Callable[[], T]) -> T:
+        """Call a function that writes, after the time of the write. A full disk refuses it.
+
+        If the process is killed during the write, the journal may have a part of it.
+        """
+        process = PROCESS.get()
+        try:
+            await anyio.sleep(self._dice.uniform(0.0, 0.02) * self.slowness)
+        except BaseException:
+            if process is not None and process.killed and self._dice.random() < 0.5:
+                self._tear(function)
+            raise
+        result = self.do(function)
+        self._flushed.append((anyio.current_time(), self._sizes()))
+        await anyio.sleep(self._dice.uniform(0.0, 0.02) * self.slowness)
+        return result
+
+    def do(self, function: Callable[[], T]) -> T:
+        """Call a function that writes, at once. A full disk refuses every byte."""
+        with _file_limit(0 if self.full else None):
+            return function()
+
+    def _sizes(self) -> dict[Path, int]:
+        """Return the sizes of the files that grow: those of the journal, and the rows."""
+        files = sorted([*(self._run_dir / "journal").glob("*.log"), *self._run_dir.glob("*.jsonl")])
+        return {file: file.stat().st_size for file in files}
+
+    def _tear(self, function: Callable[[], object]) -> None:
+        """Leave a part of what a function appends."""
+        before = self._sizes()
+        self.do(function)
+        self._cut_to(before)
+
+    def lose_unsynced(self, *, synced_journal: bool) -> None:
+        """Cut off a part of what the operating system had not written to the disk, as when the machine fails."""
+        now = anyio.current_time()
+        on_disk: dict[Path, int] = {}
+        for time, sizes in self._flushed:
+            if time <= now - FLUSH_S:
+                on_disk = sizes
+        kept = {file: size for file, size in self._sizes().items() if synced_journal and file.suffix == ".log"}
+        self._cut_to(on_disk | kept)
+
+    def _cut_to(self, least: dict[Path, int]) -> None:
+        """Cut each growing file to a random size between the one in `least` and the present one."""
+        for file, size in self._sizes().items():
+            if (start := min(size, least.get(file, 0))) < size:
+                with file.open("r+b") as stream:
+                    stream.truncate(self._dice.randint(start, size))
+
+
+@contextmanager
+def _file_limit(size: int | None) -> Generator[None]:
+    """Let no file of this process grow beyond a size inside the block; None: no limit."""
+    if size is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Weights:
+    """The versions that trainer ranks hold for the engines: of each incarnation of the ranks the newest one.
+
+    Args:
+        network: shows which machines reach each other.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._held: dict[int, tuple[Process, set[int]]] = {}
+        """Rank 0 of each incarnation, and the versions that it holds."""
+
+    def hold(self, incarnation: int, process: Process, version: int) -> None:
+        """Record that rank 0 of an incarnation holds a version, which it is about to announce."""
+        self._held.setdefault(incarnation, (process, set()))[1].add(version)
+
+    def drop_before(self, incarnation: int, version: int) -> None:
+        """Record that rank 0 of an incarnation does not hold the versions before `version` any more."""
+        versions = self._held[incarnation][1]
+        versions -= {each for each in versions if each < version}
+
+    async def fetch(self, published: Published, process: Process) -> bool:
+        """Let a process fetch a version from the rank that has published it.
+
+        Returns False if the rank holds only newer versions. Raises EngineError if the rank is gone.
+        """
+        publisher, _ = self._held[published.incarnation]
+        reaches = partial(self._network.reaches, process.machine, publisher.machine)
+        await until(lambda: not publisher.alive or (not publisher.frozen and reaches()), 0.5)
+        await anyio.sleep(0.05)
+        if not publisher.alive:
+            raise EngineError("the trainer rank that holds the weights is gone")
+        return published.version in self._held[published.incarnation][1]
+
+
+class EngineFaults:
+    """Faults that befall the engines of one node. Times are seconds of the loop's clock."""
+
+    def __init__(self) -> None:
+        self.engines: list[FaultEngine] = []
+        """Engines that were made for this process of the node; the newest of each place come last."""
+        self.refuse_until = 0.0
+        """Time until which no engine starts."""
+        self.slowness = 1.0
+        """Factor of the time of the steps of engines that are made from now on."""
+
+
+class FaultEngine(SimEngine):
+    """A simulated engine that takes time to start, loads versions from the trainer ranks, refuses to start, and hangs.
+
+    Args:
+        config: the run's configuration, with its `[simulate]` table.
+        settings: the simulation's settings for this engine.
+        workload: gives the lengths of the responses.
+        weights: holds the published versions.
+        faults: faults of the node.
+        start_s: seconds of the start.
+        too_late: called with the process and the version if the ranks hold only newer versions.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        settings: SimulateConfig,
+        workload: Workload,
+        weights: Weights,
+        faults: EngineFaults,
+        start_s: float,
+        too_late: Callable[[str, int], None],
+    ) -> None:
+        settings = msgspec.structs.replace(settings, step_s=settings.step_s * faults.slowness)
+        super().__init__(settings, config.engine.max_sequences, workload.response_tokens, config.engine.stream_interval)
+        self._config = config
+        self._weights = weights
+        self._faults = faults
+        self._start_s = start_s
+        self._too_late = too_late
+        self._hung = False
+        faults.engines.append(self)
+
+    async def start(self) -> None:
+        """Start, which takes time. Raises EngineError if the engine refuses to start."""
+        await anyio.sleep(self._start_s)
+        if anyio.current_time() < self._faults.refuse_until:
+            raise EngineError("the simulated engine does not start")
+
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """Fetch a version from the trainer ranks, and load it."""
+        process = PROCESS.get()
+        assert process is not None
+        if not await self._weights.fetch(published, process):
+            if process.alive:
+                self._too_late(process.name, published.version)
+            raise EngineDeadError(f"the trainer does not hold version {published.version} any more")
+        return await super().load(published, keep_cache=keep_cache)
+
+    async def hang(self) -> None:
+        """Make no step any more. After `waits.hang_s` the engine counts as dead."""
+        self._hung = True
+        self._cancel_timer()
+        await anyio.sleep(waits.hang_s(self._config))
+        self.kill()
+
+    def kill(self) -> None:
+        """Die, unless the engine is dead already."""
+        if self._dead is None:
+            super().kill()
+
+    def _end_step_soon(self) -> None:
+        """Begin no step in an engine that hangs."""
+        if not self._hung and self._dead is None:
+            super()._end_step_soon()
+
+
+class EnvironmentFaults:
+    """Times until which environments raise errors or hang, in seconds of the loop's clock."""
+
+    def __init__(self) -> None:
+        self.raise_until = 0.0
+        self.hang_until = 0.0
+
+
+class FaultEnvironment(SimEnvironment):
+    """A simulated environment that raises errors, or never answers, while a fault of environments lasts."""
+
+    def __init__(self, workload: Workload, env_counts: Counter[int], faults: EnvironmentFaults) -> None:
+        super().__init__(workload, env_counts)
+        self._faults = faults
+
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Return the first observation, or raise EnvError."""
+        shown = await super().reset(seed)
+        await self._fail(_RAISES)
+        return shown
+
+    async def step(self, action: str) -> StepResult:
+        """Return the result of a step, or fail."""
+        await self._fail(_HANGS)
+        return await super().step(action)
+
+    async def _fail(self, purpose: int) -> None:
+        """Raise an error, or hang, if a fault befalls this call."""
+        now = anyio.current_time()
+        if uniform(self._key, purpose, self._turn) < ENV_FAULT:
+            if now < self._faults.hang_until:
+                await anyio.sleep_forever()
+            if now < self._faults.raise_until:
+                raise EnvError("the simulated environment fails")
+
+
+class Collective:
+    """Meeting point of the ranks of one incarnation. It fails as soon as one of them is gone."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._arrived = 0
+        self._together = anyio.Event()
+        self.broken = False
+
+    def break_(self) -> None:
+        """Let the present and all later meetings fail, because a rank is gone."""
+        self.broken = True
+        self._together.set()
+
+    async def meet(self, seconds: float) -> None:
+        """Wait until all ranks are here. Raises CollectiveError if one is gone, or not here after `seconds`."""
+        self._arrived += 1
+        together = self._together
+        if self._arrived == self._ranks:
+            self._arrived, self._together = 0, anyio.Event()
+            together.set()
+        with anyio.move_on_after(seconds) as scope:
+            await together.wait()
+        if self.broken or scope.cancelled_caught:
+            self.break_()
+            raise CollectiveError("a collective of the simulated ranks failed")
+
+
+class FaultTrainer(SimTrainer):
+    """A simulated trainer rank that starts from a checkpoint, writes checkpoints, and trains together with others.
+
+    Args:
+        config: the run's configuration, with its `[simulate]` table.
+        hub: connection to the hub.
+        rank: number of the rank.
+        version: version that the rank holds at first.
+        incarnation: number of the incarnation.
+        collective: meeting point of the ranks of the incarnation.
+        weights: holds the published versions.
+        disk: the disk of the first machine.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hub: p.HubCaller,
+        rank: int,
+        version: int,
+        incarnation: int,
+        collective: Collective,
+        weights: Weights,
+        disk: Disk,
+    ) -> None:
+        assert config.simulate is not None
+        super().__init__(config, config.simulate, hub, anyio.current_time, rank=rank, version=version)
+        self._incarnation = incarnation
+        self._collective = collective
+        self._weights = weights
+        self._disk = disk
+        self._saved = -1
+        """Version of the last checkpoint that this incarnation has written."""
+
+    async def run(self) -> None:
+        """Train until the hub has no more batches, and write checkpoints in between, like `TrainerLoop.run`."""
+        await self._publish()
+        while (reply := await self._train_step()).shard is not None:
+            await self._publish()
+            if reply.may_save and (reply.must_save or self._version % self._config.checkpoint.every == 0):
+                await self._save()
+        if reply.may_save and self._saved != self._version:
+            await self._save()
+        await self._hub.call(p.Goodbye(self._rank, []), waits.leaving_s(self._config))
+
+    async def _meet(self) -> None:
+        """Wait for the other ranks."""
+        await self._collective.meet(self._config.deadlines.collective)
+
+    async def _publish(self) -> None:
+        """Hold the present version for the engines, and announce it. Earlier versions are not needed after that."""
+        await self._meet()
+        process = PROCESS.get()
+        if self._rank == 0 and process is not None:
+            self._weights.hold(self._incarnation, process, self._version)
+        await super()._publish()
+        if self._rank == 0:
+            self._weights.drop_before(self._incarnation, self._version)
+
+    async def _save(self) -> None:
+        """Write a checkpoint of the present version, with the hub's state, as `flash.trainer.checkpoint.save` does."""
+        await self._meet()
+        if self._rank == 0:
+            try:
+                await self._write_checkpoint()
+            except OSError as error:
+                raise CheckpointError(f"the simulated checkpoint cannot be written: {error.strerror}") from error
+        await self._meet()
+        self._saved = self._version
+
+    async def _write_checkpoint(self) -> None:
+        """Write the files of a checkpoint aside, then move them into place."""
+        run_dir, version, disk = self._config.run_dir, self._version, self._disk
+        folder = step_folder(run_dir, version)
+        aside = temporary_of(folder)
+        leftovers = sorted(folder.parent.glob(f"{aside.name[:5]}*"))
+        await disk.write(lambda: make_empty(aside, leftovers))
+        data = f"weights of version {version}".encode()
+        await disk.write(lambda: (aside / "weights").write_bytes(data))
+        kept = await self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
+        if (aside / "hub.bin").stat().st_size != kept.size:
+            raise CheckpointError("the hub has written another size of its state than it says")
+        files = [FileEntry("weights", len(data), zlib.crc32(data)), FileEntry("hub.bin", kept.size, kept.crc32)]
+        manifest = msgspec.json.encode(Manifest(version, 0, files))
+        await disk.write(lambda: (aside / MANIFEST).write_bytes(manifest))
+        await disk.write(lambda: move_into_place(aside, folder))
+        await disk.write(lambda: prune(run_dir, self._config.checkpoint.keep))
+
+
+async def freeze(process: Process, seconds: float) -> None:
+    """Stop a process for some seconds."""
+    process.freeze()
+    await anyio.sleep(seconds)
+    process.thaw()

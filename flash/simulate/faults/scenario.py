@@ -1,0 +1,346 @@
+"""Scenario: the configuration and the faults of one seed, how they are drawn, and how a failing one is made smaller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from flash.config.check import check_eval, check_rollout
+from flash.config.check_learning import check_algorithm, check_batch, check_lora, check_train
+from flash.config.tree import Config
+from flash.environment.interface import Domain
+from flash.errors import ConfigError
+from flash.hub.protocol import (
+    BatchRequest,
+    CancelRequest,
+    ClaimRequest,
+    Commit,
+    DeliverRequest,
+    EngineReport,
+    IncarnationRequest,
+    JoinRequest,
+    LeaseRequest,
+    PublishRequest,
+    SnapshotRequest,
+    VersionRequest,
+)
+from flash.samples.rules import ProblemKinds
+
+Kind = Literal[
+    "crash hub",
+    "lose machine of hub",
+    "crash node",
+    "lose machine of node",
+    "crash rank",
+    "hang hub",
+    "hang node",
+    "hang rank",
+    "slow network",
+    "full disk",
+    "slow disk",
+    "engine dies",
+    "engines refuse to start",
+    "engine hangs",
+    "engines are slow",
+    "environments raise",
+    "environments hang",
+    "lose connection",
+    "cut one way",
+    "cut both ways",
+    "join",
+    "drain",
+    "interrupt",
+]
+"""Kind of a fault, or of an event that a person causes."""
+WEIGHTS: dict[Kind, int] = {
+    "crash hub": 5,
+    "lose machine of hub": 2,
+    "crash node": 4,
+    "lose machine of node": 2,
+    "crash rank": 4,
+    "hang hub": 2,
+    "hang node": 3,
+    "hang rank": 2,
+    "slow network": 2,
+    "full disk": 1,
+    "slow disk": 2,
+    "engine dies": 4,
+    "engines refuse to start": 1,
+    "engine hangs": 1,
+    "engines are slow": 1,
+    "environments raise": 2,
+    "environments hang": 2,
+    "lose connection": 5,
+    "cut one way": 2,
+    "cut both ways": 3,
+    "join": 2,
+    "drain": 3,
+    "interrupt": 3,
+}
+"""Relative frequencies of the kinds."""
+MESSAGES = tuple(
+    each.__name__
+    for each in (
+        *(DeliverRequest, DeliverRequest, DeliverRequest, LeaseRequest, CancelRequest, ClaimRequest, VersionRequest),
+        *(EngineReport, IncarnationRequest, BatchRequest, Commit, Commit, PublishRequest, SnapshotRequest),
+        JoinRequest,
+    )
+)
+"""Messages at whose arrival at the hub a fault may happen."""
+HORIZON_S = 60.0
+"""Seconds in which the drawn faults begin."""
+MOST_DRAWS = 50
+"""Most draws of a configuration until one of them has no problem."""
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One fault: when it happens, to whom, and for how long."""
+
+    kind: Kind
+    at: float
+    """Seconds since the start of the run."""
+    who: int = 0
+    """Number from which the affected node, rank, engine or connection follows, by its remainder."""
+    seconds: float = 0.0
+    """Duration, for kinds that last."""
+    on: str = ""
+    """Message whose next arrival at the hub after `at` is the moment of the fault; empty: `at` is the moment."""
+    passes: int = 0
+    """Number of passes of the event loop after that moment, in which the processes go on."""
+    wait: float = 0.0
+    """Seconds after that moment."""
+    settings: dict[str, Any] = {}
+    """Settings with which the run is resumed after an interrupt, by dotted key."""
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """Configuration and faults of one simulated run. Equal scenarios give equal runs."""
+
+    seed: int
+    settings: dict[str, Any]
+    """Settings of the run that differ from `BASE`, by dotted key."""
+    nodes: int
+    """Number of nodes that join the first one."""
+    domains: dict[str, float]
+    """Weight of each domain; empty if there are none."""
+    faults: list[Fault]
+
+    def config(self, output_dir: str) -> Config:
+        """Return the configuration of the run, whose folder is made in `output_dir`."""
+        return configured(self.settings | {"run.output_dir": output_dir})
+
+    def problems(self, config: Config) -> ProblemKinds:
+        """Return the kinds of the problems. The kind of a problem follows from its seed."""
+        return problems_of(self.domains, config)
+
+
+BASE: dict[str, Any] = {
+    "run.name": "faults",
+    "model.path": "simulated",
+    "model.max_length": 1000,
+    "env.path": "envs.arithmetic:Arithmetic",
+    "rollout.max_new_tokens": 120,
+    "rollout.breaker": 100_000,
+    "rollout.quarantine": 100_000,
+    "rollout.max_concurrent": 16,
+    "engine.max_sequences": 4,
+    "engine.stream_interval": 4,
+    "cluster.gpus_per_node": 0,
+    "deadlines.rendezvous": 60.0,
+    "deadlines.request": 12.0,
+    "deadlines.engine_start": 20.0,
+    "deadlines.generate": 60.0,
+    "deadlines.env_reset": 5.0,
+    "deadlines.env_step": 10.0,
+    "deadlines.episode": 120.0,
+    "deadlines.swap": 10.0,
+    "deadlines.batch": 200.0,
+    "deadlines.step": 60.0,
+    "deadlines.collective": 20.0,
+    "deadlines.close": 2.0,
+    "deadlines.shutdown": 20.0,
+    "simulate.step_s": 0.05,
+    "simulate.sequence_s": 0.0,
+    "simulate.context_s": 0.0,
+    "simulate.prefill_s": 0.0,
+    "simulate.swap_s": 0.3,
+    "simulate.train_step_s": 1.0,
+    "simulate.train_token_s": 0.002,
+    "simulate.prompt_tokens": 10.0,
+    "simulate.response_tokens": {"kind": "lognormal", "mean": 40, "deviation": 30, "low": 1, "high": 120},
+    "simulate.env_s": [0.1, 0.5],
+}
+"""Settings of all simulated runs, by dotted key."""
+
+
+def configured(settings: dict[str, Any]) -> Config:
+    """Return the configuration with these settings beside those of `BASE`."""
+    tables: dict[str, Any] = {}
+    for key, value in (BASE | settings).items():
+        section, _, name = key.partition(".")
+        table = tables.setdefault(section, {})
+        if name:
+            table[name] = value
+    config = msgspec.convert(tables, Config)
+    return replace(config, model=replace(config.model, dtype="float32"))
+
+
+def problems_of(domains: dict[str, float], config: Config) -> ProblemKinds:
+    """Return the kinds of the problems of a run with these domains."""
+    names = sorted(domains)
+    return ProblemKinds.of(
+        config,
+        lambda seed: names[seed % len(names)] if names else "",
+        {name: Domain(weight=weight) for name, weight in domains.items()},
+    )
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    dice = random.Random(f"scenario {seed}")
+    settings = _draw_settings(dice, seed)
+    domains = {}
+    if "rollout.fifo_window" not in settings and dice.random() < 0.25:
+        domains = {name: float(dice.choice([1, 1, 2, 5])) for name in ("a", "b", "c")[: dice.randint(2, 3)]}
+    faults = [_draw_fault(dice, settings) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
+    faults.sort(key=lambda fault: fault.at)
+    return Scenario(seed, settings, dice.choice([0, 1, 1, 2, 2, 3]), domains, faults)
+
+
+def _draw_settings(dice: random.Random, seed: int) -> dict[str, Any]:
+    """Return settings that the checks of a real run accept."""
+    for _ in range(MOST_DRAWS):
+        settings = _draw_any_settings(dice, seed)
+        if not faults_of(settings):
+            return settings
+    raise AssertionError("the checks accept hardly any drawn configuration")
+
+
+def faults_of(settings: dict[str, Any]) -> list[str]:
+    """Return the problems that the checks of a real run find in these settings."""
+    config = configured(settings)
+    checks = (check_batch, check_rollout, check_train, check_lora, check_algorithm, check_eval)
+    try:
+        return [str(problem) for one in checks for problem in one(config)]
+    except ConfigError as error:
+        return [str(error)]
+
+
+def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
+    """Return settings that may contradict each other."""
+    group = dice.choice([2, 2, 3, 4])
+    groups = dice.randint(1, 4)
+    settings: dict[str, Any] = {
+        "run.seed": seed,
+        "run.steps": dice.randint(3, 6),
+        "rollout.group_size": group,
+        "rollout.retries": dice.randint(1, 3),
+        "rollout.extra_per_group": dice.choice([0, 0, 0, 1]),
+        "train.batch_size": group * groups,
+        "train.minibatches": dice.choice([1, 1, 2]) if groups % 2 == 0 else 1,
+        "engine.count": dice.choice([1, 1, 2]),
+        "engine.max_restarts": dice.choice([1, 3]),
+        "eval.every": dice.choice([0, 1, 2]),
+        "eval.problems": dice.randint(1, 4),
+        "checkpoint.every": dice.choice([1, 2, 3, 10]),
+        "checkpoint.keep": dice.choice([1, 2]),
+        "checkpoint.batches": dice.choice(["kept", "kept", "kept", "all", "none"]),
+        "checkpoint.journal": dice.choice(["write", "write", "fsync", "fsync", "off"]),
+        "cluster.trainer_ranks": dice.choice([1, 1, 2]),
+        "simulate.turns": dice.choice([1.0, [1.0, 2.0]]),
+        "simulate.fail_stop": dice.choice([0.0, 0.0, 0.05]),
+    }
+    if dice.random() < 0.2:
+        settings["rollout.drop_equal_rewards"] = True
+    if dice.random() < 0.15:
+        settings["rollout.accuracy_bounds"] = [0.0, 0.9]
+    if barriers := [name for name in ("batch", "group", "turn") if dice.random() < 0.12]:
+        settings["rollout.barriers"] = barriers
+    if dice.random() < 0.2:
+        settings["lora.rank"] = 4
+    return settings | _draw_resumable(dice)
+
+
+def _draw_resumable(dice: random.Random) -> dict[str, Any]:
+    """Return values of the keys that may change when a run is resumed."""
+    alpha = dice.choice([0.0, 0.5, 1.0, 1.0, 2.0, round(dice.uniform(0, 2), 2)])
+    settings: dict[str, Any] = {
+        "train.async_ratio": alpha,
+        "train.stream": dice.random() < 0.4,
+        "rollout.on_expire": dice.choice(["mask", "mask", "requeue", "wait"]),
+        "rollout.swap": dice.choice(["recompute", "keep", "abort", "drain"]),
+        "rollout.extra_groups": dice.choice([0, 0, 0, 1]),
+    }
+    if alpha and dice.random() < 0.2:
+        settings["train.max_token_age"] = 3
+    if dice.random() < 0.2:
+        settings["rollout.fifo_window"] = dice.choice([1.0, 1.5, 2.0])
+    return settings
+
+
+def _draw_fault(dice: random.Random, settings: dict[str, Any]) -> Fault:
+    """Return a fault that happens at a random time, or at a random message."""
+    kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    fault = Fault(kind, round(dice.uniform(0, HORIZON_S), 2), dice.randrange(1000))
+    if dice.random() < 0.5:
+        fault = replace(
+            fault, on=dice.choice(MESSAGES), passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice)
+        )
+    seconds = 0.0
+    if kind in ("hang hub", "hang node", "hang rank"):
+        seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0])
+    elif kind in ("cut one way", "cut both ways"):
+        seconds = dice.choice([1.0, 5.0, 20.0, 50.0, 80.0])
+    elif kind in ("full disk", "slow disk", "slow network", "engines are slow"):
+        seconds = dice.uniform(2, 30)
+    elif kind in ("engines refuse to start", "environments raise", "environments hang"):
+        seconds = dice.uniform(5, 40)
+    elif kind in ("drain", "lose machine of node", "crash node", "interrupt"):
+        seconds = dice.choice([1.0, 3.0, 20.0])  # until it comes back
+    fault = replace(fault, seconds=round(seconds, 2))
+    if kind == "interrupt" and dice.random() < 0.6:
+        changed = _draw_resumable(dice)
+        if not faults_of(settings | changed):
+            fault = replace(fault, settings=changed)
+    return fault
+
+
+def _draw_wait(dice: random.Random) -> float:
+    """Return some seconds after a message: mostly less than a write takes."""
+    return round(dice.choice([0.0, dice.uniform(0, 0.01), dice.uniform(0, 0.05), dice.uniform(0, 2)]), 4)
+
+
+# -- making a scenario smaller -----------------------------------------------------------------------------------------
+
+
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """Yield scenarios that are a little smaller than this one: fewer faults, fewer steps and nodes, fewer settings."""
+    faults = scenario.faults
+    for half in (faults[: len(faults) // 2], faults[len(faults) // 2 :]):
+        if 1 < len(faults) != len(half):
+            yield replace(scenario, faults=half)
+    for index, fault in enumerate(faults):
+        yield replace(scenario, faults=[*faults[:index], *faults[index + 1 :]])
+        for simpler in (replace(fault, settings={}), replace(fault, passes=0), replace(fault, wait=0.0)):
+            if simpler != fault:
+                yield replace(scenario, faults=[*faults[:index], simpler, *faults[index + 1 :]])
+    if scenario.domains:
+        yield replace(scenario, domains={})
+    if scenario.nodes:
+        yield replace(scenario, nodes=scenario.nodes - 1)
+    steps = scenario.settings["run.steps"]
+    if steps > 1:
+        yield replace(scenario, settings=scenario.settings | {"run.steps": steps - 1})
+    needed = ("run.seed", "run.steps", "rollout.group_size", "train.batch_size")
+    for key in scenario.settings:
+        if key not in needed:
+            fewer = {name: value for name, value in scenario.settings.items() if name != key}
+            if not faults_of(fewer):
+                yield replace(scenario, settings=fewer)
