@@ -30,7 +30,7 @@ from typing import TypeVar
 from anyio import BrokenResourceError, EndOfStream
 from anyio.abc import ByteStream
 
-from flash.errors import ConfigError, TransportError
+from flash.errors import ConfigError, PeerLostError, TransportError
 
 TOKEN_BYTES = 32
 """Length of the tokens that `new_token` makes, in bytes."""
@@ -124,12 +124,12 @@ def server_handshake(token: bytes) -> Handshake[str]:
 
 
 async def prove_to_server(stream: ByteStream, token: bytes, name: str) -> None:
-    """Run `client_handshake` over a stream. Raises its errors, and TransportError if the server hangs up."""
+    """Run `client_handshake` over a stream. Raises its errors, and PeerLostError if the server hangs up."""
     await _run_over_stream(stream, client_handshake(token, name))
 
 
 async def admit_client(stream: ByteStream, token: bytes) -> str:
-    """Run `server_handshake` over a stream. Raises its errors, and TransportError if the client hangs up."""
+    """Run `server_handshake` over a stream. Raises its errors, and PeerLostError if the client hangs up."""
     return await _run_over_stream(stream, server_handshake(token))
 
 
@@ -151,7 +151,7 @@ def blocking_handshake(
 
 
 async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
-    """Run a handshake over a stream, and return its result. Raises TransportError if the other end hangs up.
+    """Run a handshake over a stream, and return its result. Raises PeerLostError if the other end hangs up.
 
     If the handshake yields bytes, they are sent. If it yields a number, that many bytes are received and sent into it.
     """
@@ -177,11 +177,11 @@ def _check_magic(magic: bytes) -> None:
 
 
 async def _send(stream: ByteStream, data: bytes) -> None:
-    """Send all bytes. Raises TransportError if the other end hangs up."""
+    """Send all bytes. Raises PeerLostError if the other end hangs up."""
     try:
         await stream.send(data)
     except BrokenResourceError as error:
-        raise TransportError("the other end hung up before the token was proven") from error
+        raise PeerLostError("the other end hung up before the token was proven") from error
 
 
 async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
@@ -191,7 +191,7 @@ async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
         try:
             data += await stream.receive(count - len(data))
         except (EndOfStream, BrokenResourceError) as error:
-            raise TransportError(
+            raise PeerLostError(
                 "the other end hung up before the token was proven: it waited too long, or it holds the token of "
                 "another run"
             ) from error

@@ -69,7 +69,7 @@ async def connect(
         server: name of the server in error messages.
 
     Raises:
-        PeerLostError: no process listens there.
+        PeerLostError: no process listens there, or it has ended meanwhile.
         TransportError: the server does not prove the token, or refuses our proof.
         DeadlineError: connecting took too long.
     """
@@ -106,7 +106,7 @@ async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: f
             hint = "nothing listens there: that process has ended, or is starting again; its own output says which"
         raise PeerLostError(f"cannot connect to {where}: {cause}; {hint}") from error
     except TransportError as error:
-        raise TransportError(f"no connection to {where}: {error}") from error
+        raise type(error)(f"no connection to {where}: {error}") from error
 
 
 class _PendingCall:

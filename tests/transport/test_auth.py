@@ -154,6 +154,22 @@ async def test_a_server_that_proves_nothing_is_given_up_at_the_deadline():
                 pytest.fail("connected")
 
 
+async def test_a_server_that_ends_before_the_proof_is_a_lost_peer_which_may_come_back(token: bytes):
+    async def hang_up(stream: SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, hang_up)
+        port = listener.extra(SocketAttribute.local_port)
+        with pytest.raises(PeerLostError, match="hung up before") as caught:
+            async with connect("127.0.0.1", port, token, "node-1", 5.0):
+                pass
+        assert not caught.value.fatal
+        tasks.cancel_scope.cancel()
+
+
 async def test_nobody_listening_is_said_with_host_and_port():
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(SocketAttribute.local_port)
