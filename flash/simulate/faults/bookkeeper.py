@@ -352,7 +352,8 @@ class Bookkeeper:
             oldest = max(self._counted, default=-1) + 1 - _max_age(self._config)
             stale = self._config.rollout.on_expire == "requeue" and before.oldest_version <= oldest
             self.require(stale, f"nothing acknowledged is lost: task {number} was delivered, and is leased again")
-        if number in self._leased:
+        # With `requeue` a sample that has become too old starts again before its node has reported its end.
+        if number in self._leased and self._config.rollout.on_expire != "requeue":
             holder = self._leased[number][0]
             self.require(
                 bool(self._disturbed(PROCESS_FAULTS)),

@@ -228,7 +228,7 @@ class Network:
                 try:
                     await prove_to_server(stream, TOKEN, name)
                 except TransportError as error:
-                    raise TransportError(f"no connection to {where}: {error}") from error
+                    raise type(error)(f"no connection to {where}: {error}") from error
             client = Client(FrameConnection(cast("SocketStream", stream), where), where)
             tasks.start_soon(client.run)
             try:

@@ -34,7 +34,7 @@ STUCK = "every run ends"
 """Law that a run breaks which cannot go on, or does not end."""
 LONGEST_LAW = 300
 """Largest number of characters of an error message in the name of a law."""
-MOST_TRIES = 200
+MOST_TRIES = 100
 """Largest number of smaller scenarios that the search tries."""
 
 
