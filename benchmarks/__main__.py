@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.form import COMMAND_TIMEOUT_S, RESULTS, ROOT, Recorded
 
 SIMULATED = (
-    *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias"),
+    *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias", "mutations"),
     *("prompt_replication", "queue_scheduling", "redundant_envs", "scaling"),
 )
 """Benchmarks that simulate runs, which need neither vLLM nor a model."""

@@ -12,12 +12,12 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +34,9 @@ from flash.simulate.bounds import bounds, quantities
 from flash.simulate.calibrate import calibrate
 from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.world import simulate
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 CLOSE = 0.02
 """Share of the best throughput that may be given up to train on younger tokens."""
@@ -131,22 +134,17 @@ def check_simulate(arguments: argparse.Namespace) -> None:
 
 def play_faults(first: int, count: int) -> int:
     """Play seeds on all cores, print each that breaks a law in a smaller form, and return 1 if one does."""
-    from flash.simulate.faults.play import play_seed, shrink
-    from flash.simulate.faults.scenario import draw
+    from flash.simulate.faults.play import play_seed, shrunk
 
-    workers = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     befallen: Counter[str] = Counter()
     failed = 0
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
-        with _interrupts_held_back():
-            results = pool.map(play_seed, range(first, first + count), chunksize=min(8, -(-count // workers)))
-        for played in results:
-            befallen.update(played.faults)
-            if played.law:
-                failed += 1
-                tables.print_failed_seed(played.seed, played.law)
-                if failed <= MOST_SHRUNK:
-                    tables.print_scenario(shrink(draw(played.seed), played.law))
+    for played in _in_workers(play_seed, range(first, first + count)):
+        befallen.update(played.faults)
+        if played.law:
+            failed += 1
+            tables.print_failed_seed(played.seed, played.law)
+            if failed <= MOST_SHRUNK:
+                tables.print_scenario(shrunk(played.seed, played.law))
     tables.print_faults(count, befallen, failed)
     return 1 if failed else 0
 
@@ -228,12 +226,23 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
     """
     if len(configs) == 1:
         return [simulate(configs[0])]
-    workers = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    return list(tables.with_progress(_in_workers(simulate, configs), len(configs)))
+
+
+def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Generator[ResultT]:
+    """Call a function of a module with each item, in one process per core, and yield the results in order.
+
+    A single item is handled in this process.
+    """
+    if len(items) == 1:
+        yield function(items[0])
+        return
+    workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     # Workers are spawned, not forked: a fork would copy the threads and locks of the caller.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
         with _interrupts_held_back():
-            reports = pool.map(simulate, configs)
-        return list(tables.with_progress(reports, len(configs)))
+            results = pool.map(function, items)
+        yield from results
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.scheduler import HubLink
 from flash.run.joined import JoinedNode
-from flash.run.journal import FileJournal
+from flash.run.journal import FileJournal, InThread
 from flash.run.node_loop import FAREWELL_S, engines_until_interrupted
 from flash.run.processes.forked import ProcessOrder
 from flash.run.processes.hub_place import HubAddress
@@ -277,6 +277,8 @@ class Cluster:
         self._dice = random.Random(dice("cluster"))
         self.network = Network(random.Random(dice("network")))
         self.disk = Disk(random.Random(dice("disk")), self.config.run_dir)
+        self.write_journal: InThread = self.disk.write
+        """Calls a function that writes the journal. Tests replace it with one that forgets to."""
         self.weights = Weights(self.network)
         assert self.config.simulate is not None
         rollout = self.config.rollout
@@ -381,7 +383,7 @@ class Cluster:
         if config.checkpoint.journal != "off":
             synced = config.checkpoint.journal == "fsync"
             journal = FileJournal(
-                config.run_dir, version, kept.place, to_disk=synced, note=recorder.note, in_thread=self.disk.write
+                config.run_dir, version, kept.place, to_disk=synced, note=recorder.note, in_thread=self.write_journal
             )
         hub = Hub(
             config,

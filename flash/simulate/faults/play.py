@@ -6,6 +6,7 @@ import io
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,13 @@ class Played(msgspec.Struct, frozen=True):
     """Events of the run."""
 
 
-def play(scenario: Scenario, *, with_reference: bool = True) -> Played:
+def play(scenario: Scenario, *, make: type[Cluster] = Cluster, with_reference: bool = True) -> Played:
     """Play a scenario, and return what was found.
 
-    `with_reference`: False skips the comparison with the speed of the same run without faults.
+    Args:
+        scenario: the scenario.
+        make: class of the cluster; tests give one with a faulty part.
+        with_reference: False skips the comparison with the speed of the same run without faults.
     """
     folder = Path(tempfile.mkdtemp(prefix="flash-faults-", dir=_memory()))
     book = Bookkeeper(scenario, anyio.current_time)
@@ -63,7 +67,7 @@ def play(scenario: Scenario, *, with_reference: bool = True) -> Played:
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             options = {"loop_factory": FaultLoop}
-            played = anyio.run(partial(_play, scenario, folder, book), backend="asyncio", backend_options=options)
+            played = anyio.run(partial(_play, scenario, folder, book, make), backend="asyncio", backend_options=options)
     except Exception as error:  # the loop itself has ended the run, because nothing can happen any more
         cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
         law = book.broken or f"{STUCK}: {' '.join(str(cause).split())[:LONGEST_LAW]}"
@@ -92,12 +96,12 @@ def _checked_speed(scenario: Scenario, played: Played) -> Played:
     return replace(played, law=law)
 
 
-async def _play(scenario: Scenario, folder: Path, book: Bookkeeper) -> Played:
+async def _play(scenario: Scenario, folder: Path, book: Bookkeeper, make: type[Cluster]) -> Played:
     """Play a scenario on the running virtual clock, with its files in an empty folder."""
     law, late = "", 0.0
     try:
         async with anyio.create_task_group() as tasks:
-            cluster = Cluster(scenario, folder, book, tasks)
+            cluster = make(scenario, folder, book, tasks)
             for number in range(1, scenario.nodes + 1):
                 tasks.start_soon(cluster.keep_node, number)
             for fault in scenario.faults:
@@ -272,17 +276,27 @@ def play_seed(seed: int) -> Played:
     return replace(play(draw(seed)), events=[])
 
 
-def shrink(scenario: Scenario, law: str) -> Scenario:
-    """Return a smaller scenario that breaks the same law. `law`: the law that this scenario breaks."""
-    name, tries = law.partition(":")[0], 0
-    progress = True
+def first_failing(first: int, count: int) -> int:
+    """Return the first of `count` seeds that breaks a law; -1 if none does."""
+    return next((seed for seed in range(first, first + count) if play_seed(seed).law), -1)
+
+
+def shrink(scenario: Scenario, breaks: Callable[[Scenario], bool]) -> Scenario:
+    """Return a smaller scenario for which `breaks` is still true, after at most `MOST_TRIES` tries."""
+    tries, progress = 0, True
     while progress and tries < MOST_TRIES:
         progress = False
         for candidate in smaller(scenario):
             tries += 1
-            if play(candidate).law.partition(":")[0] == name:
+            if breaks(candidate):
                 scenario, progress = candidate, True
                 break
             if tries >= MOST_TRIES:
                 break
     return scenario
+
+
+def shrunk(seed: int, law: str) -> Scenario:
+    """Return a smaller form of the scenario of a seed that breaks the same law. `law`: the law that the seed breaks."""
+    name = law.partition(":")[0]
+    return shrink(draw(seed), lambda scenario: play(scenario).law.partition(":")[0] == name)

@@ -1,0 +1,198 @@
+"""Simulated runs with faults: the laws hold, a seed gives the same run everywhere, and faulty parts are found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from flash.cli.main import main
+from flash.errors import ConfigError
+from flash.hub import protocol as p
+from flash.sampling import PLAIN
+from flash.simulate.faults.bookkeeper import Bookkeeper, BrokenLaw
+from flash.simulate.faults.cluster import Cluster
+from flash.simulate.faults.play import play, shrink
+from flash.simulate.faults.scenario import Fault, Scenario, draw, faults_of, smaller
+from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+
+DIGEST = """
+import hashlib, msgspec
+from flash.simulate.faults.play import play
+from flash.simulate.faults.scenario import draw
+print(hashlib.sha256(msgspec.json.encode(play(draw(3)).events)).hexdigest())
+"""
+"""Program that prints a digest of the events of a seed."""
+
+SMALL: dict[str, Any] = {
+    "run.seed": 1,
+    "run.steps": 4,
+    "rollout.group_size": 2,
+    "train.batch_size": 4,
+    "train.async_ratio": 1.0,
+    "checkpoint.journal": "fsync",
+    "eval.problems": 1,
+}
+
+
+def scenario(*faults: Fault, **settings: Any) -> Scenario:
+    """A small run with these faults, in which one node joins the first one."""
+    return Scenario(1, SMALL | {name.replace("__", "."): value for name, value in settings.items()}, 1, {}, [*faults])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 6])
+def test_the_laws_hold_under_the_faults_of_a_seed(seed: int) -> None:
+    assert play(draw(seed)).law == ""
+
+
+def test_the_same_seed_gives_the_same_events() -> None:
+    one, other = play(draw(3)), play(draw(3))
+    assert one.faults
+    assert one.events == other.events
+
+
+def test_events_do_not_depend_on_the_order_of_hashes() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert digests == {hashlib.sha256(msgspec.json.encode(play(draw(3)).events)).hexdigest() + "\n"}
+
+
+def test_every_drawn_configuration_is_one_that_a_real_run_accepts() -> None:
+    for seed in range(50):
+        settings = draw(seed).settings
+        assert not faults_of(settings)
+        assert settings["rollout.group_size"] > 1
+
+
+# -- faulty parts ----------------------------------------------------------------------------------------------------
+
+
+async def forget(function: Callable[[], OSError | None]) -> OSError | None:
+    """Report a write that was not made."""
+    return None
+
+
+class ForgetfulCluster(Cluster):
+    """A run whose journal is acknowledged, and never written."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.write_journal = forget
+
+
+def test_a_journal_that_is_not_written_is_found() -> None:
+    crash = Fault("crash hub", 0.0, on="Commit", wait=1.0)
+    faulty = scenario(crash, checkpoint__every=10)
+    assert play(faulty).law == ""
+    assert play(faulty, make=ForgetfulCluster).law.startswith("nothing acknowledged is lost")
+
+
+def trajectory(task: Task, version: int) -> Trajectory:
+    """A sample of one token."""
+    turn = Turn("", "", 0.0, 0.0, 0.0, 0.0)
+    return Trajectory(task, Outcome.OK, 0.0, bytes(8), [Span(1, 2)], bytes(4), [VersionRun(version, 1)], [turn])
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Bookkeeper:
+    """The bookkeeper of a run whose hub has just begun."""
+    small = scenario()
+    book = Bookkeeper(small, lambda: 0.0)
+    book.hub_begins(small.config(str(tmp_path)), 0, [])
+    return book
+
+
+def lease(number: int, task: Task) -> tuple[p.LeaseRequest, p.LeaseReply]:
+    return p.LeaseRequest(1, 1), p.LeaseReply([Lease(number, task, 0)], done=False)
+
+
+TASK = Task(7, 3, 0, 3, "train", 0, "", PLAIN)
+
+
+def test_a_sample_that_is_leased_again_after_its_acknowledgement_is_found(book: Bookkeeper) -> None:
+    delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
+    book.answered("node 1", *lease(5, TASK))
+    book.sent("node 1", delivery)
+    book.answered("node 1", delivery, p.Ack())
+    with pytest.raises(BrokenLaw, match="nothing acknowledged is lost: task 7"):
+        book.answered("node 2", *lease(6, TASK))
+
+
+def test_a_task_with_two_leases_is_found(book: Bookkeeper) -> None:
+    book.answered("node 1", *lease(5, TASK))
+    with pytest.raises(BrokenLaw, match="a task has one lease: 7"):
+        book.answered("node 2", *lease(6, TASK))
+
+
+def test_a_token_that_is_older_than_its_lease_is_found(book: Bookkeeper) -> None:
+    late = p.LeaseReply([Lease(5, TASK, 2)], done=False)
+    book.answered("node 1", p.LeaseRequest(1, 1), late)
+    with pytest.raises(BrokenLaw, match="no token is older than its lease allows: 1 < 2"):
+        book.sent("node 1", p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 1))], 0))
+
+
+def test_an_error_without_a_cause_is_found(book: Bookkeeper) -> None:
+    with pytest.raises(BrokenLaw, match="every error has a cause: ConfigError"):
+        book.hub_ended(ConfigError("wrong"), killed=False)
+
+
+# -- smaller scenarios and the command -------------------------------------------------------------------------------
+
+
+def test_a_failing_scenario_is_made_smaller() -> None:
+    faults = [Fault("join", 1.0), Fault("crash hub", 2.0, passes=3), Fault("drain", 3.0)]
+    big = replace(draw(0), faults=faults, nodes=3, domains={"a": 1.0, "b": 1.0})
+    small = shrink(big, lambda one: any(fault.kind == "crash hub" for fault in one.faults))
+    assert small.faults == [Fault("crash hub", 2.0)]
+    assert (small.nodes, small.domains, small.settings["run.steps"]) == (0, {}, 1)
+    assert len(small.settings) == 4
+    assert not any(candidate.faults for candidate in smaller(small))
+
+
+def test_the_command_plays_a_seed_and_writes_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    assert main(["simulate", "--faults", "--seed", "3", "--trace", str(trace)]) == 0
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert events[-1]["what"] == "end"
+    assert main(["simulate", "--faults", "--seeds", "1", "--from", "3"]) == 0
+    last, same = capsys.readouterr().out.splitlines()
+    assert last == same
+    assert last.startswith("1 seeds; faults: ")
+    assert last.endswith("failed: 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a configuration file"),
+        (["--seeds", "3"], "--seeds is an option of --faults"),
+        (["--faults", "run.toml"], "--faults draws its own configurations: leave run.toml out"),
+        (["--faults", "--sweep", "async_ratio=0,1"], "leave --sweep out"),
+        (["--faults", "--seed", "1", "--seeds", "2"], "leave --seeds and --from out"),
+        (["--faults", "--trace", "x.jsonl"], "name its seed with --seed"),
+        (["--faults", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
+        (["--faults", "--seed", "-1"], "--seed: expected at least 0, got -1"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
