@@ -119,8 +119,11 @@ class Bookkeeper:
         """Process and lease of each training task that is out."""
         self._tasks: set[int] = set()
         """Training tasks that were ever leased."""
-        self._shards: dict[int, dict[int, tuple[Trajectory, int]]] = {}
-        """Samples of each step that the ranks have received, with the step's oldest version, by task."""
+        self._incarnations: dict[str, int] = {}
+        """Incarnation of each rank process."""
+        self._shards: dict[tuple[int, int], dict[int, tuple[Trajectory, int]]] = {}
+        """Samples that the ranks have received, with the oldest version of their step, by incarnation and step, then by
+        task. A hub that is lost before a batch is whole leaves its groups to the next hub."""
         self.committed: dict[int, dict[int, tuple[Trajectory, int]]] = {}
         """Samples of each step of the history whose commit was acknowledged."""
         self._counted: dict[int, frozenset[int]] = {}
@@ -211,7 +214,7 @@ class Bookkeeper:
         )
         if version < reached or forgets or self._life == 1:
             # The steps from `version` on are done again, and samples may be sampled again.
-            for steps in (self.committed, self._counted, self._shards):
+            for steps in (self.committed, self._counted):
                 for step in [each for each in steps if each >= version]:
                     del steps[step]
             self._acknowledged.clear()
@@ -302,10 +305,12 @@ class Bookkeeper:
             case p.BatchRequest(), p.BatchReply():
                 facts |= {"step": request.step, "round": request.round, "end": reply.shard is None}
                 if reply.shard is not None:
-                    self._check_shard(request, reply)
+                    self._check_shard(self._incarnations.get(process, 0), request, reply)
             case p.Commit(), _:
                 facts["step"] = request.step
-                self._check_commit(request.step)
+                self._check_commit(self._incarnations.get(process, 0), request.step)
+            case p.IncarnationRequest(), p.IncarnationReply():
+                self._incarnations[process] = reply.number
             case p.VersionRequest(), p.VersionReply():
                 if reply.published is not None:
                     facts["version"] = reply.published.version
@@ -393,7 +398,7 @@ class Bookkeeper:
         if not isinstance(result, Failure):
             self._acknowledged[result.task.task_id] = result
 
-    def _check_shard(self, request: p.BatchRequest, reply: p.BatchReply) -> None:
+    def _check_shard(self, incarnation: int, request: p.BatchRequest, reply: p.BatchReply) -> None:
         """Check the samples that a rank has received."""
         shard, config = reply.shard, self._config
         assert shard is not None
@@ -406,7 +411,7 @@ class Bookkeeper:
                 shard.min_version == oldest or self._disturbed(frozenset({"interrupt"})),
                 f"no token is older than allowed: step {request.step} trains version {shard.min_version}",
             )
-        step = self._shards.setdefault(request.step, {})
+        step = self._shards.setdefault((incarnation, request.step), {})
         for sample in shard.samples:
             trajectory = sample.trajectory
             number = trajectory.task.task_id
@@ -419,9 +424,9 @@ class Bookkeeper:
             self.require(newest <= request.step, f"no token is newer than the trainer: {newest} at step {request.step}")
             step[number] = trajectory, shard.min_version
 
-    def _check_commit(self, step: int) -> None:
+    def _check_commit(self, incarnation: int, step: int) -> None:
         """Check a step whose commit was acknowledged."""
-        samples = self._shards.pop(step, {})
+        samples = self._shards.pop((incarnation, step), {})
         tasks = frozenset(samples)
         self.require(bool(tasks), f"a step trains samples: {step}")
         known = self._counted.get(step)

@@ -6,6 +6,7 @@ import io
 import logging
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
@@ -17,9 +18,12 @@ import anyio.lowlevel
 import msgspec
 from msgspec.structs import replace
 
+from flash.config.load import dump, read_recorded, recorded
+from flash.config.resuming import refused
 from flash.errors import ContractError, FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.context import RunEnd
+from flash.observe.rundir.rundir import RunDirectory
 from flash.simulate.faults.bookkeeper import MARGIN_S, SLOWER, Bookkeeper, BrokenLaw
 from flash.simulate.faults.cluster import FIRST, Cluster
 from flash.simulate.faults.loop import FaultLoop, until
@@ -140,12 +144,25 @@ async def _operate(cluster: Cluster) -> None:
         await anyio.sleep(3.0)
         await until(lambda: not cluster.disk.full)
         resumes = cluster.config.run_dir.exists()
-        if cluster.next_settings is not None:
-            cluster.config = configured(
-                cluster.scenario.settings | cluster.next_settings | {"run.output_dir": cluster.config.run.output_dir}
-            )
-            cluster.next_settings = None
+        if resumes and cluster.next_settings is not None:
+            _change_settings(cluster, dict(cluster.next_settings))
+        cluster.next_settings = None
     book.require(False, f"{STUCK}: {MOST_LAUNCHES} launches have not finished it")
+
+
+def _change_settings(cluster: Cluster, settings: dict[str, Any]) -> None:
+    """Change the settings with which the run is resumed, unless the real check refuses the change."""
+    book, before = cluster.book, cluster.config
+    domains = settings.pop("domains", cluster.domains)
+    output = {"run.output_dir": before.run.output_dir}
+    config = configured(cluster.scenario.settings | settings | output)
+    now = tomllib.loads(dump(recorded(config)))
+    problems = [*refused(read_recorded(RunDirectory(before.run_dir).config), now, before.run_dir)]
+    book.event("resumed with", settings=settings, domains=domains, refused=[problem.key for problem in problems])
+    other_size = config.rollout.group_size != before.rollout.group_size
+    book.require(other_size == bool(problems), f"a resume refuses another size of groups, and nothing else: {settings}")
+    if not problems:
+        cluster.config, cluster.domains = config, domains
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     wait: float = 0.0
     """Seconds after that moment."""
     settings: dict[str, Any] = {}
-    """Settings with which the run is resumed after an interrupt, by dotted key."""
+    """Settings with which the run is resumed after an interrupt, by dotted key; `domains`: weights of the domains."""
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -209,7 +209,7 @@ def draw(seed: int) -> Scenario:
     domains = {}
     if "rollout.fifo_window" not in settings and dice.random() < 0.25:
         domains = {name: float(dice.choice([1, 1, 2, 5])) for name in ("a", "b", "c")[: dice.randint(2, 3)]}
-    faults = [_draw_fault(dice, settings) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
+    faults = [_draw_fault(dice, settings, domains) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
     faults.sort(key=lambda fault: fault.at)
     return Scenario(seed, settings, dice.choice([0, 1, 1, 2, 2, 3]), domains, faults)
 
@@ -285,7 +285,7 @@ def _draw_resumable(dice: random.Random) -> dict[str, Any]:
     return settings
 
 
-def _draw_fault(dice: random.Random, settings: dict[str, Any]) -> Fault:
+def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str, float]) -> Fault:
     """Return a fault that happens at a random time, or at a random message."""
     kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     fault = Fault(kind, round(dice.uniform(0, HORIZON_S), 2), dice.randrange(1000))
@@ -306,10 +306,19 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any]) -> Fault:
         seconds = dice.choice([1.0, 3.0, 20.0])  # until it comes back
     fault = replace(fault, seconds=round(seconds, 2))
     if kind == "interrupt" and dice.random() < 0.6:
-        changed = _draw_resumable(dice)
-        if not faults_of(settings | changed):
-            fault = replace(fault, settings=changed)
+        fault = replace(fault, settings=_draw_change(dice, settings, domains))
     return fault
+
+
+def _draw_change(dice: random.Random, settings: dict[str, Any], domains: dict[str, float]) -> dict[str, Any]:
+    """Return settings with which a run is resumed. The key `domains` has the weights of another mixture."""
+    if domains and dice.random() < 0.4:
+        return {"domains": {name: float(dice.choice([1, 3, 8])) for name in domains}}
+    if dice.random() < 0.15:  # which the resume has to refuse
+        size = settings["rollout.group_size"]
+        return {"rollout.group_size": size + 1, "train.batch_size": settings["train.batch_size"] // size * (size + 1)}
+    changed = _draw_resumable(dice)
+    return {} if faults_of(settings | changed) else changed
 
 
 def _draw_wait(dice: random.Random) -> float:
