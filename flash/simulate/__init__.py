@@ -6,4 +6,5 @@
   rewards.
 - `report`, `tables`, `plots`: results of a run; `bounds`: theoretical step times to compare them with.
 - `calibrate`: fits the constants of the simulation to a measured run.
+- `faults`: random runs with random faults, which test the real code.
 """

@@ -124,6 +124,8 @@ class Bookkeeper:
         self._shards: dict[tuple[int, int], dict[int, tuple[Trajectory, int]]] = {}
         """Samples that the ranks have received, with the oldest version of their step, by incarnation and step, then by
         task. A hub that is lost before a batch is whole leaves its groups to the next hub."""
+        self._dealt: dict[int, set[int]] = {}
+        """Tasks that ranks have received of each step whose batch was whole then. Every later hub has to keep them."""
         self.committed: dict[int, dict[int, tuple[Trajectory, int]]] = {}
         """Samples of each step of the history whose commit was acknowledged."""
         self._counted: dict[int, frozenset[int]] = {}
@@ -214,7 +216,7 @@ class Bookkeeper:
         )
         if version < reached or forgets or self._life == 1:
             # The steps from `version` on are done again, and samples may be sampled again.
-            for steps in (self.committed, self._counted):
+            for steps in (self.committed, self._counted, self._dealt):
                 for step in [each for each in steps if each >= version]:
                     del steps[step]
             self._acknowledged.clear()
@@ -423,12 +425,16 @@ class Bookkeeper:
             newest = max(run.version for run in trajectory.versions)
             self.require(newest <= request.step, f"no token is newer than the trainer: {newest} at step {request.step}")
             step[number] = trajectory, shard.min_version
+        if shard.round.last:
+            self._dealt.setdefault(request.step, set()).update(step)
 
     def _check_commit(self, incarnation: int, step: int) -> None:
         """Check a step whose commit was acknowledged."""
         samples = self._shards.pop((incarnation, step), {})
         tasks = frozenset(samples)
         self.require(bool(tasks), f"a step trains samples: {step}")
+        gone = sorted(self._dealt.pop(step, set()) - tasks)
+        self.require(not gone, f"a step has one batch: tasks {gone[:5]} of step {step} were dealt, and are gone")
         known = self._counted.get(step)
         self.require(known is None or known == tasks, f"a step has one batch: step {step} was trained on another one")
         for other, earlier in self._counted.items():

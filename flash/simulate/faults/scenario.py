@@ -57,7 +57,7 @@ Kind = Literal[
 ]
 """Kind of a fault, or of an event that a person causes."""
 WEIGHTS: dict[Kind, int] = {
-    "crash hub": 5,
+    "crash hub": 8,
     "lose machine of hub": 2,
     "crash node": 4,
     "lose machine of node": 2,
