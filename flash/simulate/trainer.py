@@ -95,7 +95,7 @@ class SimTrainer:
         waited_s = 0.0
         shards: list[Shard] = []
         trained: list[tuple[float, float]] = []  # start and stop of the training of each round, as `Commit` wants it
-        while not shards or not shards[-1].round.last:
+        while True:
             start = self._now()
             reply = await fetch_shard(self._hub, self._rank, self._version, waits.batch_s(self._config), len(shards))
             waited_s += self._now() - start
@@ -109,6 +109,8 @@ class SimTrainer:
             await self._meet()
             self._record("train", start)
             trained.append((start, self._now()))
+            if reply.shard.round.last:
+                break
         metrics = {"trainer_wait_s": waited_s, "trainer_step_s": sum(stop - start for start, stop in trained)}
         commit = p.Commit(self._version, metrics, trained=trained)
         if self._rank == 0:

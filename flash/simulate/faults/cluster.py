@@ -406,7 +406,9 @@ class Cluster:
                 self.disk.do(lambda: directory.summary.write_text("{}"))
                 self.runs_ended += 1
             writers.cancel_scope.cancel()
-        return end
+            return end
+        # Type checkers believe that a task group may swallow an exception of its block.
+        raise AssertionError("not reached: the block returns or raises")
 
     async def _serve(self, hub: Hub, config: Config, process: Process) -> RunEnd:
         """Open the hub's port, and run the hub and node 0 until the end of the run."""
@@ -434,12 +436,14 @@ class Cluster:
                     else:
                         await anyio.sleep(FAREWELL_S)
                     node.cancel_scope.cancel()
+                    return end
             finally:
                 gate.close()
                 if process.alive:
                     self.network.hub = self.hub = None
-            group.cancel_scope.cancel()
-        return end
+                group.cancel_scope.cancel()
+        # Type checkers believe that a task group may swallow an exception of its block.
+        raise AssertionError("not reached: the block returns or raises")
 
     async def _roll_out_here(self, hub: Hub, config: Config, process: Process) -> None:
         """Run node 0 in the process of the hub."""
@@ -528,9 +532,11 @@ class Cluster:
             end = await self._keep_hub(resumes)
             self.ending = True
             parts.cancel_scope.cancel()
-        for process in self._ranks.values():
-            process.kill()
-        return end
+            for process in self._ranks.values():
+                process.kill()
+            return end
+        # Type checkers believe that a task group may swallow an exception of its block.
+        raise AssertionError("not reached: the block returns or raises")
 
     async def _keep_hub(self, resumes: bool) -> RunEnd | FlashError:
         """Run the process of the hub until it has ended in order, or with an error that a restart cannot mend."""

@@ -12,7 +12,7 @@ tasks here hash to their numbers, and the tasks that are cancelled together are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any
@@ -103,7 +103,7 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 class _Task(asyncio.Task[Any]):
     """A task that hashes to its number, so that sets of tasks have the same order in each run."""
 
-    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], loop: FaultLoop, **options: Any) -> None:
+    def __init__(self, number: int, coroutine: Any, loop: FaultLoop, **options: Any) -> None:
         self.number = number
         self._fault_loop = loop
         super().__init__(coroutine, loop=loop, **options)
