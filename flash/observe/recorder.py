@@ -172,6 +172,15 @@ class Recorder:
         seconds = min(RECEIVERS_S, self._config.deadlines.close) if interrupted else RECEIVERS_S
         self._warn_all(self._receivers.close(seconds))
 
+    def written(self) -> None:
+        """Block until all batches and rows so far are on the disk. Raises the error of a write.
+
+        The process of the hub calls this in a thread before each checkpoint, because a run that continues from the
+        checkpoint, perhaps after a failure of the machine, does not make the earlier rows again.
+        """
+        self.batches.written()
+        self.directory.sync_rows()
+
     def activities(self, rows: Sequence[Activity]) -> None:
         """Write activities of workers, the bars of the timeline."""
         self.directory.append_spans(rows)

@@ -146,7 +146,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
             problems=problems,
             recovered=RecoveredState(state, evaluated, kept.start, hub_number),
             persistence=Persistence(
-                save_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
+                save_state=partial(keep_hub_state, config.run_dir, recorder.written),
                 journal=journal or NO_JOURNAL,
                 history=RecordedHistory(config.run_dir, recorder),
             ),

@@ -150,6 +150,19 @@ def test_pictures_that_find_no_room_are_told_and_the_run_has_ended_well(
     assert f"`flash plot {recorder.directory.path}` draws them at any time" in " ".join(told.split())
 
 
+def test_rows_are_forced_to_the_disk_before_a_checkpoint(tmp_path: Path) -> None:
+    tokenizer = Slow()
+    tokenizer.may.set()
+    with make_recorder(tmp_path, tokenizer) as recorder:
+        recorder.step({"step": 0, "reward": 0.5, "time": 1.0})
+        assert recorder.directory.sync_rows() == [recorder.directory.metrics]
+        recorder.directory.metrics.unlink()
+        recorder.directory.metrics.mkdir()  # which shows that `written` comes to this file
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl"):
+            recorder.written()
+        recorder.directory.metrics.rmdir()
+
+
 def test_a_sample_is_written_with_what_its_step_found_once_that_is_committed(tmp_path: Path) -> None:
     tokenizer = Slow()
     tokenizer.may.set()

@@ -101,9 +101,7 @@ class Incarnation:
         state = HubState(self.version, self.buffer.samples.snapshot(), self.journal.begin(self.version))
         try:
             make_empty(aside)
-            kept = await keep_hub_state(
-                self.run_dir, self.recorder.batches.written, self.version, encoded_pieces(state)
-            )
+            kept = await keep_hub_state(self.run_dir, self.recorder.written, self.version, encoded_pieces(state))
             manifest = Manifest(self.version, 0, [FileEntry(HUB_STATE, kept.size, kept.crc32)])
             (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             sync_to_disk(aside / MANIFEST)

@@ -387,6 +387,14 @@ class RunDirectory:
         """Append lengths and times of the samples of a step to `samples.jsonl`."""
         self._appended[self.samples].append(samples)
 
+    def sync_rows(self) -> list[Path]:
+        """Force the files of rows to the disk, so that they survive a failure of the machine. Returns these files."""
+        files = [file for file in self._appended if file.exists()]
+        for file in files:
+            with writing(file), file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        return files
+
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
         """Write the exact batch of a step. Unless `keep_all`, delete the batches from before the oldest checkpoint."""
         with writing(self.batches):
