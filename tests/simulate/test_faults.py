@@ -81,6 +81,12 @@ def test_every_drawn_configuration_is_one_that_a_real_run_accepts() -> None:
         assert settings["rollout.group_size"] > 1
 
 
+@pytest.mark.parametrize("wait", [0.0, 0.5, 2.0])
+def test_no_row_of_a_step_before_a_checkpoint_is_lost_with_the_machine(wait: float) -> None:
+    fault = Fault("lose machine of hub", 12.0, on="SnapshotRequest", wait=wait)
+    assert play(scenario(fault, checkpoint__every=1)).law == ""
+
+
 # -- faulty parts ----------------------------------------------------------------------------------------------------
 
 

@@ -151,12 +151,13 @@ class SimRecorder(MemoryObserver):
             await self._news.wait()
 
     async def written(self) -> None:
-        """Wait until all batches are written. Raises the error of a write."""
+        """Wait until all batches and rows are on the disk, like `Recorder.written`. Raises the error of a write."""
         wanted = self._queued
         while self._done < wanted:
             self._progress = anyio.Event()
             await self._progress.wait()
         self._refuse()
+        self._do(lambda: self._disk.synced(self._directory.sync_rows()))
 
     def _refuse(self) -> None:
         """Raise the error of an earlier write."""

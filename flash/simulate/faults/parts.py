@@ -11,7 +11,7 @@ import random
 import resource
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,8 @@ class Disk:
         self.full = False
         self.slowness = 1.0
         """Factor of the time of a write."""
+        self._synced: dict[Path, int] = {}
+        """Sizes up to which files were forced to the disk."""
         self._flushed: list[tuple[float, dict[Path, int]]] = []
         """Sizes of the appended files at earlier times, by which `lose_unsynced` knows what the disk has."""
 
@@ -93,6 +95,10 @@ class Disk:
         with _file_limit(0 if self.full else None):
             return function()
 
+    def synced(self, files: Iterable[Path]) -> None:
+        """Note files that were forced to the disk just now."""
+        self._synced |= {file: file.stat().st_size for file in files}
+
     def _sizes(self) -> dict[Path, int]:
         """Return the sizes of the files that grow: those of the journal, and the rows."""
         files = sorted([*(self._run_dir / "journal").glob("*.log"), *self._run_dir.glob("*.jsonl")])
@@ -107,10 +113,10 @@ class Disk:
     def lose_unsynced(self, *, synced_journal: bool) -> None:
         """Cut off a part of what the operating system had not written to the disk, as when the machine fails."""
         now = anyio.current_time()
-        on_disk: dict[Path, int] = {}
+        on_disk = dict(self._synced)
         for time, sizes in self._flushed:
             if time <= now - FLUSH_S:
-                on_disk = sizes
+                on_disk |= {file: max(size, on_disk.get(file, 0)) for file, size in sizes.items()}
         kept = {file: size for file, size in self._sizes().items() if synced_journal and file.suffix == ".log"}
         self._cut_to(on_disk | kept)
 

@@ -224,7 +224,7 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
         case "slow network":
             cluster.network.slow[name] = 1.0
             await anyio.sleep(fault.seconds)
-            del cluster.network.slow[name]
+            cluster.network.slow.pop(name, None)
         case "full disk" | "slow disk":
             cluster.disk.full = fault.kind == "full disk"
             cluster.disk.slowness = 50.0 if fault.kind == "slow disk" else 1.0
