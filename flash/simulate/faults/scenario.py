@@ -93,6 +93,8 @@ MESSAGES = tuple(
 """Messages at whose arrival at the hub a fault may happen."""
 HORIZON_S = 60.0
 """Seconds in which the drawn faults begin."""
+AGAIN = 0.3
+"""Share of the runs in which one fault happens a second time, since a recovery may spoil what the next one needs."""
 MOST_DRAWS = 50
 """Most draws of a configuration until one of them has no problem."""
 
@@ -210,6 +212,9 @@ def draw(seed: int) -> Scenario:
     if "rollout.fifo_window" not in settings and dice.random() < 0.25:
         domains = {name: float(dice.choice([1, 1, 2, 5])) for name in ("a", "b", "c")[: dice.randint(2, 3)]}
     faults = [_draw_fault(dice, settings, domains) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
+    if dice.random() < AGAIN:
+        again = dice.choice(faults)
+        faults.append(replace(again, at=round(again.at + dice.uniform(1, 30), 2)))
     faults.sort(key=lambda fault: fault.at)
     return Scenario(seed, settings, dice.choice([0, 1, 1, 2, 2, 3]), domains, faults)
 
@@ -323,7 +328,7 @@ def _draw_change(dice: random.Random, settings: dict[str, Any], domains: dict[st
 
 def _draw_wait(dice: random.Random) -> float:
     """Return some seconds after a message: mostly less than a write takes."""
-    return round(dice.choice([0.0, dice.uniform(0, 0.01), dice.uniform(0, 0.05), dice.uniform(0, 2)]), 4)
+    return round(dice.choice([0.0, *(dice.uniform(0, most) for most in (0.01, 0.05, 0.05, 2.0))]), 4)
 
 
 # -- making a scenario smaller -----------------------------------------------------------------------------------------
