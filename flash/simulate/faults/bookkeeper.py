@@ -59,14 +59,20 @@ ENGINE_FAULTS: frozenset[Kind] = frozenset(
     {"engines refuse to start", "engine dies", "engine hangs", "engines are slow"}
 )
 """Kinds of faults that kill engines."""
+CONNECTION_FAULTS: frozenset[Kind] = frozenset(
+    {"lose connection", "cut one way", "cut both ways", "slow network", "hang hub", "crash hub", "lose machine of hub"}
+)
+"""Kinds of faults by which a process loses its hub, or node 0 its connection to it."""
+RANK_FAULTS: frozenset[Kind] = frozenset({"crash rank", "hang rank"})
+"""Kinds of faults that end an incarnation of the ranks. No fault of a node may end a hub."""
 EXPLAINED: dict[str, frozenset[Kind]] = {
     "RunDirectoryError": frozenset({"full disk", "lose machine of hub"}),
     "CheckpointError": frozenset({"full disk", "lose machine of hub"}),
     "EngineError": ENGINE_FAULTS,
     "EngineDeadError": ENGINE_FAULTS,
-    "PeerLostError": PROCESS_FAULTS,
-    "DeadlineError": PROCESS_FAULTS,
-    "CollectiveError": PROCESS_FAULTS,
+    "PeerLostError": CONNECTION_FAULTS | RANK_FAULTS,
+    "DeadlineError": CONNECTION_FAULTS | RANK_FAULTS | ENGINE_FAULTS,
+    "CollectiveError": CONNECTION_FAULTS | RANK_FAULTS,
 }
 """Errors that may end the hub's process or a launch, and the kinds of faults that explain each of them."""
 SLOWER, MARGIN_S = 2.0, 40.0

@@ -79,7 +79,7 @@ WEIGHTS: dict[Kind, int] = {
     "cut both ways": 3,
     "join": 2,
     "drain": 3,
-    "interrupt": 3,
+    "interrupt": 5,
 }
 """Relative frequencies of the kinds."""
 MESSAGES = tuple(
