@@ -192,10 +192,12 @@ class Bookkeeper:
 
     # -- hubs and launches ---------------------------------------------------------------------------------------------
 
-    def machine_failed(self, config: Config) -> None:
-        """Note that the machine of the hub has failed. Without `fsync` it may have lost what was acknowledged."""
-        self._forgetful = self._forgetful or config.checkpoint.journal != "fsync"
-        # Rows of metrics are never forced to the disk, and a step without a row is trained again.
+    def machine_failed(self) -> None:
+        """Note that the machine of the hub has failed, so that acknowledged work may be lost.
+
+        That holds with `fsync`, too: rows of metrics are not forced to the disk before the next checkpoint, and a step
+        without a row is trained again.
+        """
         self._forgetful = True
 
     def _may_forget(self, config: Config, *, changed: bool) -> bool:

@@ -207,7 +207,7 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
                 cluster.absent[process.machine] = until
             process.kill()
         case "lose machine of hub":
-            book.machine_failed(cluster.config)
+            book.machine_failed()
             cluster.network.vanish(FIRST)
             for each in cluster.processes.values():
                 if each.machine == FIRST:

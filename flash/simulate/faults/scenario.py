@@ -135,10 +135,6 @@ class Scenario(msgspec.Struct, frozen=True):
         """Return the configuration of the run, whose folder is made in `output_dir`."""
         return configured(self.settings | {"run.output_dir": output_dir})
 
-    def problems(self, config: Config) -> ProblemKinds:
-        """Return the kinds of the problems. The kind of a problem follows from its seed."""
-        return problems_of(self.domains, config)
-
 
 BASE: dict[str, Any] = {
     "run.name": "faults",
