@@ -6,7 +6,8 @@ A group is the samples of one prompt. Groups may be started up to a capacity:
 min(max_concurrent − running, (η + version + 1)·B − (accepted + running)), where B is the number of groups in a batch.
 A group that is filtered out gives its place back. A batch takes the results that were issued first. New weights
 interrupt generation. AReaL aborts the running requests and sends them again with the tokens that they have. Here the
-load of the weights prefills these tokens again, which costs the same. The age of a sample is not checked when it is
+load of the weights prefills these tokens again, which costs the same. With `interruptible` off, requests run to their
+end before the weights are loaded, and no request begins meanwhile. The age of a sample is not checked when it is
 trained.
 """
 
@@ -29,6 +30,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """η: largest age of samples, in versions, that admission aims at."""
     max_concurrent: int | None = None
     """Most groups that are generated at once; None: as many as η allows."""
+    interruptible: bool = True
+    """True if new weights interrupt the running requests."""
 
 
 def areal(config: Config, rules: Rules) -> PeerReport:
@@ -70,7 +73,7 @@ class Areal:
             self._admit()
             for _ in range(world.config.run.steps):
                 await world.train(await self._batch())
-                await world.update()
+                await world.update(drain=not self._rules.interruptible)
                 self._admit()
             groups.cancel_scope.cancel()
         return world.report()

@@ -86,8 +86,11 @@ class Router:
         """Number of requests that have a place on each engine."""
         self._waiting: list[_Waiter] = []
         """Requests without a place, in the order of arrival."""
-        self._running: set[anyio.CancelScope] = set()
-        """Scopes of the requests that have a place. A pause cancels them."""
+        self._running: dict[anyio.CancelScope, tuple[int, int]] = {}
+        """Scopes of the requests that have a place, with their key and the number of their engine. A pause cancels
+        them."""
+        self._moved: dict[int, int] = {}
+        """Number of the engine on which an aborted request goes on, by its key, until `generate` takes it."""
         self._aborted: dict[int, tuple[int, int]] = {}
         """Result of `PeerEngine.sampled` for each request that a pause has aborted, until `generate` takes it."""
         self._open = anyio.Event()
@@ -112,20 +115,21 @@ class Router:
             engine = await self._place(assigned)
             try:
                 with anyio.CancelScope() as scope:
-                    self._running.add(scope)
+                    self._running[scope] = key, engine
                     try:
                         await self._request(self._engines[engine], prompt, key, max_new_tokens, response)
                         return response
                     finally:
-                        self._running.discard(scope)
+                        del self._running[scope]
             finally:
                 self._load[engine] -= 1
                 self._grant()
-            # Here a pause has aborted the request, and its scope has swallowed the cancellation.
+            # Here a pause or a move has aborted the request, and its scope has swallowed the cancellation.
             if key in self._aborted:
                 response.add(*self._aborted.pop(key))
             if not self._keep_partial:
                 response.restart()
+            assigned = self._moved.pop(key, assigned)
 
     async def _request(
         self, engine: PeerEngine, prompt: list[int], key: int, max_new_tokens: int, response: Response
@@ -183,20 +187,30 @@ class Router:
         """Return True if an engine has as many requests as the limit allows."""
         return self._limit is not None and self._load[engine] >= self._limit
 
-    async def pause(self) -> None:
+    def move(self, source: int, target: int) -> None:
+        """Abort the running requests of engine `source`. They go on from their tokens on engine `target`."""
+        self._aborted |= self._engines[source].sampled()
+        for scope, (key, engine) in self._running.items():
+            if engine == source:
+                self._moved[key] = target
+                scope.cancel()
+
+    async def pause(self, *, drain: bool = False) -> None:
         """Let no new request in, abort the running ones, and wait for the queued ones, which still run to their end.
 
         With an empty queue and partial responses kept, nothing is aborted. The swap of the weights then computes the
-        cache of running sequences again, which costs the same as sending the requests again.
+        cache of running sequences again, which costs the same as sending the requests again. With `drain` nothing is
+        aborted either, but the running ones are waited for.
         """
         self._open = anyio.Event()
-        if not self._waiting and self._keep_partial:
+        if not drain and not self._waiting and self._keep_partial:
             return
         self._idle = anyio.Event()
-        for engine in self._engines:
-            self._aborted |= engine.sampled()
-        for scope in self._running:
-            scope.cancel()
+        if not drain:
+            for engine in self._engines:
+                self._aborted |= engine.sampled()
+            for scope in self._running:
+                scope.cancel()
         self._grant()
         await self._idle.wait()
 

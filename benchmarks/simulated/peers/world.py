@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import mean
 
 import anyio
 import msgspec
@@ -39,6 +40,11 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Trained samples per second, over the steps of `step_s`."""
     oldest_age: int
     """Age of the oldest trained token, in versions."""
+    mean_age: float
+    """Mean age of the samples of the second half of the steps, in versions. The first steps have younger samples. The
+    age of a sample is that of its oldest token."""
+    ends: list[float]
+    """Time at which each step ended."""
     generated_tokens: int
     """Tokens of all ended responses and of aborted ones."""
     trained_tokens: int
@@ -105,8 +111,8 @@ class World:
         """Number of sampled tokens, including discarded ones."""
         self._trained = 0
         """Number of trained tokens."""
-        self._oldest_age = 0
-        """Largest age of a trained sample so far, in versions."""
+        self._ages: list[list[int]] = []
+        """Ages of the trained samples of each step, in versions."""
         self._commits: list[float] = []
         """Times at which the steps ended, in virtual seconds."""
 
@@ -203,13 +209,14 @@ class World:
             for engine in self.engines:
                 loads.start_soon(_load, engine, published)
 
-    async def update(self) -> None:
+    async def update(self, *, drain: bool = False) -> None:
         """Load the next version into all engines, between two times of generation.
 
         New requests are stopped. The queued ones then run to their end under the old version, and the running ones are
-        aborted; `Router.pause` says when nothing is aborted. After the load, requests are let in again.
+        aborted; `Router.pause` says when nothing is aborted. With `drain` the running ones run to their end, too. After
+        the load, requests are let in again.
         """
-        await self.router.pause()
+        await self.router.pause(drain=drain)
         await self.publish()
         self.router.resume()
 
@@ -220,7 +227,7 @@ class World:
         seconds = self.settings.train_step_s + length * self.settings.train_token_s / self._train_gpus
         await anyio.sleep(seconds)
         self._trained += sum(sample.tokens for sample in samples)
-        self._oldest_age = max(self._oldest_age, *(self.version - sample.oldest_version for sample in samples))
+        self._ages.append([self.version - sample.oldest_version for sample in samples])
         self._commits.append(anyio.current_time())
 
     def report(self) -> PeerReport:
@@ -231,7 +238,9 @@ class World:
             seconds=last,
             step_s=step_s,
             samples_per_s=self.config.train.batch_size / step_s,
-            oldest_age=self._oldest_age,
+            oldest_age=max(map(max, self._ages)),
+            mean_age=mean(age for step in self._ages[steps // 2 :] for age in step),
+            ends=self._commits,
             generated_tokens=self._generated,
             trained_tokens=self._trained,
         )
