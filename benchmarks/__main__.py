@@ -18,16 +18,19 @@ import msgspec
 from benchmarks.form import COMMAND_TIMEOUT_S, RESULTS, ROOT, Recorded
 
 SIMULATED = (
-    *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias", "mutations"),
+    *("async_ratio", "end_to_end", "env_async", "gpu_split", "length_bias"),
     *("prompt_replication", "queue_scheduling", "redundant_envs", "scaling"),
 )
-"""Benchmarks that simulate runs, which need neither vLLM nor a model."""
+"""Benchmarks that simulate runs, which need neither vLLM nor a model, in one module."""
+SIMULATED_ALONE = ("mutations", "published")
+"""Further benchmarks that simulate runs, each in a module of its own."""
 REAL = ("chaos", "model_service")
 """Benchmarks that run Flash for real, each in a module of its own."""
 RUNS = ("async_vs_sync", "calibration", "real_agentic", "real_rlvr", "real_textworld")
 """Benchmarks that compare whole runs of `flash train`."""
 MODULES = {
     **{name: f"benchmarks.simulated.figures {name}" for name in SIMULATED},
+    **{name: f"benchmarks.simulated.{name}" for name in SIMULATED_ALONE},
     **{name: f"benchmarks.real.{name}" for name in REAL},
     **{name: f"benchmarks.real.runs {name}" for name in RUNS},
     **{name: f"benchmarks.real.engine_cost {name}" for name in ("engine_efficiency", "sample_cost")},
@@ -37,7 +40,7 @@ MODULES = {
 }
 """Module of each benchmark, by its name. Where a module has several benchmarks, the name follows as an argument."""
 MEASURED = {
-    **dict.fromkeys(SIMULATED, ("flash/hub", "flash/samples", "flash/rollout", "flash/simulate")),
+    **dict.fromkeys(SIMULATED + SIMULATED_ALONE, ("flash/hub", "flash/samples", "flash/rollout", "flash/simulate")),
     "offpolicy": ("flash/trainer", "algorithms"),
     "sandbox": ("envs/sandbox",),
 }
