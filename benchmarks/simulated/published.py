@@ -57,7 +57,7 @@ def solve(function: Callable[[float], float], target: float, first: float, secon
 def prediction(case: str, metric: str, unit: str, predicted: float, published: float) -> list[Row]:
     """Return the row of a prediction, and the row of its error."""
     error = 100 * (predicted / published - 1)
-    return [Row(case, metric, unit, predicted, published), Row(case, "prediction_error", "%", error)]
+    return [Row(case, metric, unit, predicted, published), Row(case, f"{metric}_error", "%", error)]
 
 
 def decoding(scale: float) -> dict[str, float]:
