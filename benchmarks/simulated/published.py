@@ -293,7 +293,7 @@ def areal_table(args: Args) -> list[Row]:
         without, normal = (
             areal(small, Areal(eta=4, max_concurrent=48, interruptible=on)).step_s for on in (False, True)
         )
-        rows += prediction(f"areal, 4 nodes, interruptible{case}", "throughput", "x", without / normal, 1.12)
+        rows += prediction(f"{case}, interruptible", "throughput", "x", without / normal, 1.12)
     return rows
 
 
