@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks.simulated.configure import change, workload
 
+from benchmarks.simulated.figures import change, workload
 from benchmarks.simulated.peers.areal import Rules as Areal
 from benchmarks.simulated.peers.areal import areal
 from benchmarks.simulated.peers.discard import Rules as Discard
