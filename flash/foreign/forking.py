@@ -266,7 +266,9 @@ class _Popen(popen_forkserver.Popen):
         multiprocessing calls this for `exitcode` and `join`.
         """
         if self.returncode is None and not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
-            return None
+            # Another thread that is just reading the exit code holds the lock until it has set `returncode`.
+            with self._polling:
+                return self.returncode
         with self._polling:  # the exit code can be read from the descriptor only once
             return super().poll(flag)
 

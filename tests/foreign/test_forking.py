@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flash.foreign.forking import ForkedProcess, ForkServer
+from flash.foreign.forking import ForkedProcess, ForkServer, _Popen  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).parents[2]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork"]
@@ -155,3 +157,21 @@ def test_nobody_else_can_have_processes_forked_and_the_socket_goes_with_its_owne
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("0o600\n", "")
     assert [*tmp_path.glob("forks-*")] == []
+
+
+def test_a_process_does_not_seem_to_run_while_another_thread_reads_its_exit_code() -> None:
+    read, write = os.pipe()
+    handle: Any = _Popen.__new__(_Popen)
+    handle.sentinel, handle.returncode, handle._polling = read, None, threading.Lock()
+    codes: list[int | None] = []
+    polling = threading.Thread(target=lambda: codes.append(handle.poll()))
+    # This thread is the one that reads: the code is out of the pipe, and `returncode` is not set yet.
+    with handle._polling:
+        polling.start()
+        polling.join(0.2)
+        assert polling.is_alive(), "it waits for the code"
+        handle.returncode = 2
+    polling.join()
+    assert codes == [2]
+    for descriptor in (read, write):
+        os.close(descriptor)

@@ -15,7 +15,7 @@ from tests.integration.whole_run import COMMAND, CONFIG, Run
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the tiny model, which the first run makes."""
+    """Return the folder of the tiny model, which the first run with the table [tiny_model] makes."""
     return tmp_path_factory.mktemp("models") / "tiny"
 
 
@@ -25,6 +25,11 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(*arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND, real: bool = False) -> Run:
+        if "[tiny_model]" not in text and not model.exists():
+            # The test runs alone, so no run of another test has made the model.
+            (tmp_path / "first").mkdir()
+            runs.append(Run(tmp_path / "first", model, "run.steps=1"))
+            assert runs[-1].wait() == 0, runs[-1].text()
         runs.append(Run(tmp_path, model, *arguments, text=text, command=command, real=real))
         return runs[-1]
 
