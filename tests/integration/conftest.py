@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.whole_run import COMMAND, CONFIG, Run
+from tests.integration.whole_run import COMMAND, CONFIG, Run, make_model
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,8 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(*arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND, real: bool = False) -> Run:
-        if "[tiny_model]" not in text and not model.exists():
-            # The test runs alone, so no run of another test has made the model.
-            (tmp_path / "first").mkdir()
-            runs.append(Run(tmp_path / "first", model, "run.steps=1"))
-            assert runs[-1].wait() == 0, runs[-1].text()
+        if "[tiny_model]" not in text:
+            make_model(model, tmp_path / "first")
         runs.append(Run(tmp_path, model, *arguments, text=text, command=command, real=real))
         return runs[-1]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.forked_command import run_forked
 from tests.full_disk import small_disk
-from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, Run, all_trained, balanced
+from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, Run, all_trained, balanced, make_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -55,6 +55,7 @@ def put_module(folder: Path) -> None:
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Such a run, finished, of which nothing has died."""
     folder = tmp_path_factory.mktemp("undisturbed")
+    make_model(model, folder / "first")
     put_module(folder)
     run = Run(folder, model, *EQUAL, text=NO_TINY_MODEL, command=FROM_PYTHON)
     assert run.wait() == 0, run.text()

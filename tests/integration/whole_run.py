@@ -191,6 +191,14 @@ class Run:
             time.sleep(0.1)
 
 
+def make_model(model: Path, folder: Path) -> None:
+    """Make the tiny model by a run of one step in a new folder, unless a run of an earlier test has made it."""
+    if not model.exists():
+        folder.mkdir()
+        first = Run(folder, model, "run.steps=1")
+        assert first.wait() == 0, first.text()
+
+
 def balanced(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["given_up"] + ledger["in_flight"]
 
