@@ -157,7 +157,8 @@ BASE: dict[str, Any] = {
     "deadlines.episode": 120.0,
     "deadlines.swap": 10.0,
     "deadlines.batch": 200.0,
-    "deadlines.step": 60.0,
+    # The last evaluation may wait for an episode of training, and for the evaluation before it: three episodes in all.
+    "deadlines.step": 400.0,
     "deadlines.collective": 20.0,
     "deadlines.close": 2.0,
     "deadlines.shutdown": 20.0,
