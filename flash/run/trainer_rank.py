@@ -159,7 +159,8 @@ def report_error(hub: BlockingClient, index: int, error: Exception, seconds: flo
     """Report the error that ends this rank to the hub, which shows it and ends the run or the incarnation.
 
     `run_trainer_rank` calls this just before its process ends. Does nothing if the rank has only lost the hub. If the
-    hub does not react in time, the error is logged here. Returns True if the hub has the error.
+    hub does not react in time, the error is logged here. Returns True if the hub has ended the connection, which is its
+    answer to the error.
 
     Args:
         hub: connection to the hub.
