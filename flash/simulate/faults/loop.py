@@ -1,9 +1,9 @@
 """FaultLoop: a virtual clock whose simulated processes can be killed, frozen and continued.
 
 All processes of a simulation share one event loop. Each task belongs to a `Process`, which its context names, so the
-tasks that it starts belong to the same process. A frozen process (as after SIGSTOP) runs no callback: its callbacks and
-timers are held until it goes on. A killed process is cancelled; from that moment on the network and the disk ignore it,
-so that no `finally` of it has an effect outside.
+tasks that it starts belong to the same process. A frozen process (as after SIGSTOP) runs no callback: callbacks and
+timers that are due meanwhile are held until it goes on. A killed process is cancelled; from that moment on the network
+and the disk ignore it, so that no `finally` of it has an effect outside.
 
 anyio keeps tasks and scopes in sets, whose order follows from memory addresses. So that equal seeds give equal runs,
 tasks here hash to their numbers, and the tasks that are cancelled together are woken in the order of their numbers.
@@ -48,7 +48,7 @@ class Process:
         """Error that has ended the process."""
         self.ended = anyio.Event()
         self.scope = anyio.CancelScope()
-        self.held: list[tuple[Callable[..., object], tuple[Any, ...], Context]] = []
+        self.held: list[_Call] = []
         """Callbacks that wait until the frozen process goes on."""
         self.on_end: list[Callable[[], None]] = []
         """Functions that are called when the process has ended or was killed."""
@@ -91,13 +91,41 @@ class Process:
         """Let a frozen process go on: everything that was due meanwhile happens now."""
         self.frozen = False
         held, self.held = self.held, []
-        loop = asyncio.get_running_loop()
-        for callback, args, context in held:
-            loop.call_soon(callback, *args, context=context)
+        for call in held:
+            asyncio.get_running_loop().call_soon(call.run, context=call.context)
 
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 """Process to which the running task belongs; None for the launchers and the simulation itself."""
+
+
+class _Call:
+    """A callback of the loop, which waits while its process is frozen.
+
+    Args:
+        process: process of the callback, which holds it while it is frozen; None for the simulation itself.
+        callback: the function.
+        args: its arguments.
+        context: context in which the function runs.
+    """
+
+    def __init__(
+        self, process: Process | None, callback: Callable[..., object], args: tuple[Any, ...], context: Context
+    ) -> None:
+        self._process = process
+        self._callback = callback
+        self._args = args
+        self.context = context
+        self.handle: asyncio.Handle
+        """Handle that the caller has, and by which it may cancel the callback."""
+
+    def run(self) -> None:
+        """Call the function, or hold the callback while its process is frozen."""
+        if self._process is not None and self._process.frozen:
+            self._process.held.append(self)
+        # The caller may have cancelled a callback that was held. asyncio checks only the handles that it has itself.
+        elif not self.handle.cancelled():
+            self._callback(*self._args)
 
 
 class _Task(asyncio.Task[Any]):
@@ -130,34 +158,30 @@ class FaultLoop(VirtualLoop):
         self._numbers = count(1)
         self._passes = 0
         """Number of passes since the clock has advanced."""
-        self._sweep: list[tuple[int, int, Callable[..., object], tuple[Any, ...], Context]] = []
+        self._sweep: list[tuple[int, int, _Call]] = []
         """Callbacks that were caused by tasks that are cancelled together: number of the task, place, callback."""
         super().__init__()
         self.set_task_factory(lambda loop, coroutine, **options: _Task(next(self._numbers), coroutine, self, **options))
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
-        """Schedule a callback, unless its process is frozen."""
-        process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is not None and process.frozen:
-            process.held.append((callback, args, copy_context() if context is None else context))
-            return asyncio.Handle(callback, args, self)
+        """Schedule a callback. While its process is frozen, it waits until the process goes on."""
+        call = _call(callback, args, context)
         if self.cancelling is not None or (self._sweep and _is_retry(callback)):
             number = RETRY if self.cancelling is None else self.cancelling
-            at = copy_context() if context is None else context
-            self._sweep.append((number, len(self._sweep), callback, args, at))
-            return asyncio.Handle(callback, args, self, at)
-        self._end_sweep()
-        return super().call_soon(callback, *args, context=context)
+            self._sweep.append((number, len(self._sweep), call))
+            call.handle = asyncio.Handle(callback, args, self, call.context)
+        else:
+            self._end_sweep()
+            call.handle = super().call_soon(call.run, context=call.context)
+        return call.handle
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Schedule a timer. If its process is frozen when it is due, it waits until the process goes on."""
-        process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is None:
-            return super().call_at(when, callback, *args, context=context)
-        at = copy_context() if context is None else context
-        return super().call_at(when, _due, process, callback, args, at, context=at)
+        call = _call(callback, args, context)
+        call.handle = timer = super().call_at(when, call.run, context=call.context)
+        return timer
 
     def jump(self, seconds: float | None) -> None:
         """Advance the clock, unless callbacks of cancelled tasks are due at this moment."""
@@ -173,8 +197,8 @@ class FaultLoop(VirtualLoop):
         """Schedule the callbacks of the tasks that were cancelled together, in the order of the tasks."""
         if self._sweep:
             sweep, self._sweep = sorted(self._sweep, key=lambda each: each[:2]), []
-            for _, _, callback, args, context in sweep:
-                super().call_soon(callback, *args, context=context)
+            for _, _, call in sweep:
+                super().call_soon(call.run, context=call.context)
 
 
 def _is_retry(callback: Callable[..., object]) -> bool:
@@ -182,12 +206,10 @@ def _is_retry(callback: Callable[..., object]) -> bool:
     return getattr(callback, "__name__", "") == "_deliver_cancellation"
 
 
-def _due(process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
-    """Run the callback of a timer, or hold it while its process is frozen."""
-    if process.frozen:
-        process.held.append((callback, args, context))
-    else:
-        callback(*args)
+def _call(callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> _Call:
+    """Return the call of a function in a context; None: the present one."""
+    context = copy_context() if context is None else context
+    return _Call(context.get(PROCESS), callback, args, context)
 
 
 async def until(condition: Callable[[], bool], every_s: float = 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import shutil
@@ -103,6 +104,7 @@ def _checked_speed(scenario: Scenario, played: Played) -> Played:
 async def _play(scenario: Scenario, folder: Path, book: Bookkeeper, make: type[Cluster]) -> Played:
     """Play a scenario on the running virtual clock, with its files in an empty folder."""
     law, late = "", 0.0
+    asyncio.get_running_loop().set_exception_handler(book.callback_failed)
     try:
         async with anyio.create_task_group() as tasks:
             cluster = make(scenario, folder, book, tasks)

@@ -1,0 +1,102 @@
+"""Parts of simulated runs with faults: frozen processes, the network, and errors that no process reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from flash.simulate.faults.cluster import Cluster
+from flash.simulate.faults.loop import FaultLoop, Process
+from flash.simulate.faults.play import play
+from flash.simulate.faults.scenario import Fault, Scenario
+
+SETTINGS: dict[str, Any] = {
+    "run.seed": 1,
+    "run.steps": 4,
+    "rollout.group_size": 2,
+    "train.batch_size": 4,
+    "train.async_ratio": 1.0,
+    "checkpoint.journal": "fsync",
+    "eval.problems": 1,
+}
+"""A small run."""
+
+
+def run(function: Callable[..., Awaitable[None]], *args: object) -> None:
+    """Run an async function on the loop of simulations with faults."""
+    anyio.run(function, *args, backend="asyncio", backend_options={"loop_factory": FaultLoop})
+
+
+# -- frozen processes --------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_that_is_cancelled_while_its_process_is_frozen_never_runs() -> None:
+    async def main() -> None:
+        loop, process, ran = asyncio.get_running_loop(), Process("node 1", "m1"), list[str]()
+        timer = loop.call_later(1.0, ran.append, "timer", context=process.context)
+        process.freeze()
+        soon = loop.call_soon(ran.append, "callback", context=process.context)
+        await anyio.sleep(2.0)
+        timer.cancel()
+        soon.cancel()
+        process.thaw()
+        await anyio.sleep(1.0)
+        assert ran == []
+
+    run(main)
+
+
+def test_a_callback_that_is_cancelled_after_its_process_goes_on_never_runs() -> None:
+    async def main() -> None:
+        loop, process, ran = asyncio.get_running_loop(), Process("node 1", "m1"), list[str]()
+        process.freeze()
+        soon = loop.call_soon(ran.append, "callback", context=process.context)
+        await anyio.sleep(1.0)
+        process.thaw()
+        soon.cancel()
+        await anyio.sleep(1.0)
+        assert ran == []
+
+    run(main)
+
+
+def test_a_frozen_process_runs_no_callback_until_it_goes_on() -> None:
+    async def main() -> None:
+        loop, process, ran = asyncio.get_running_loop(), Process("node 1", "m1"), list[str]()
+        loop.call_soon(ran.append, "ready before the freeze", context=process.context)
+        process.freeze()
+        loop.call_soon(ran.append, "ready after it", context=process.context)
+        await anyio.sleep(1.0)
+        process.thaw()
+        process.freeze()
+        await anyio.sleep(1.0)
+        assert ran == []
+        process.thaw()
+        await anyio.sleep(1.0)
+        assert ran == ["ready before the freeze", "ready after it"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["engine dies", "engine hangs"])
+def test_an_engine_of_a_frozen_node_dies_without_an_error_of_a_callback(kind: Any) -> None:
+    for at in range(4, 12):
+        frozen = [Fault("hang node", float(at), 0, 8.0), Fault(kind, at + 3.0, 1)]
+        assert play(Scenario(1, SETTINGS, 1, {}, frozen), with_reference=False).law == ""
+
+
+class BrokenCluster(Cluster):
+    """A run in which a timer raises an error."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        asyncio.get_running_loop().call_later(1.0, [].remove, "missing")
+
+
+def test_an_error_of_a_callback_is_found() -> None:
+    law = play(Scenario(1, SETTINGS, 0, {}, []), make=BrokenCluster).law
+    assert law.startswith("no callback raises an error: ")
