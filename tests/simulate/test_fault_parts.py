@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from flash.simulate.faults.cluster import Cluster
 from flash.simulate.faults.loop import FaultLoop, Process
+from flash.simulate.faults.network import LOST_S, Network, Stream
 from flash.simulate.faults.play import play
 from flash.simulate.faults.scenario import Fault, Scenario
 
@@ -87,6 +89,68 @@ def test_an_engine_of_a_frozen_node_dies_without_an_error_of_a_callback(kind: An
     for at in range(4, 12):
         frozen = [Fault("hang node", float(at), 0, 8.0), Fault(kind, at + 3.0, 1)]
         assert play(Scenario(1, SETTINGS, 1, {}, frozen), with_reference=False).law == ""
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+async def received(stream: Stream) -> tuple[bytes, float]:
+    """All bytes until the end of a connection, and the time of the end in whole seconds."""
+    data = b""
+    while True:
+        try:
+            data += await stream.receive()
+        except anyio.EndOfStream:
+            return data, anyio.current_time() // 1
+
+
+def test_the_bytes_and_the_end_of_a_process_arrive_when_a_short_cut_is_over() -> None:
+    async def main() -> None:
+        network, one, other = Network(random.Random(1)), Process("one", "m1"), Process("other", "m0")
+        network.add(one)
+        here, there = network.join(one, other, "one")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(network.cut, [("m1", "m0")], 5.0)
+            await anyio.sleep(1.0)
+            await here.send(b"before the end")
+            one.kill()
+            assert await received(there) == (b"before the end", 5.0)
+
+    run(main)
+
+
+def test_a_connection_that_is_closed_during_a_cut_ends_after_it_even_if_a_process_ends_meanwhile() -> None:
+    async def main() -> None:
+        network, one, other = Network(random.Random(1)), Process("one", "m1"), Process("other", "m0")
+        network.add(third := Process("third", "m2"))
+        here, there = network.join(one, other, "one")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(network.cut, [("m1", "m0")], 5.0)
+            await anyio.sleep(1.0)
+            await here.aclose()
+            third.kill()
+            assert await received(there) == (b"", 5.0)
+
+    run(main)
+
+
+def test_the_other_end_notices_a_machine_that_vanishes_only_after_the_time_of_a_lost_connection() -> None:
+    async def main() -> None:
+        network, one, other = Network(random.Random(1)), Process("one", "m1"), Process("other", "m0")
+        network.add(one)
+        here, there = network.join(one, other, "one")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(network.cut, [("m1", "m0")], 5.0)
+            await anyio.sleep(1.0)
+            await here.send(b"lost with the machine")
+            network.vanish("m1")
+            one.kill()
+            assert await received(there) == (b"", 1.0 + LOST_S)
+
+    run(main)
+
+
+# -- errors that no process reports ------------------------------------------------------------------------------------
 
 
 class BrokenCluster(Cluster):

@@ -72,7 +72,7 @@ class Process:
         if self.alive:
             self.killed = True
             self._over()
-            self.thaw()
+            self.thaw()  # its tasks have to run once more, to end
             self.scope.cancel()
 
     def _over(self) -> None:

@@ -5,8 +5,8 @@ server, their frames, and the proof of the token. Bytes of one stream arrive in 
 messages of two connections may overtake each other.
 
 While the way between two machines is cut, bytes wait, as TCP would send them again. After `LOST_S` both ends lose the
-connection. If a process ends, the other end of its connections learns of it; if its machine vanishes, only after
-`LOST_S`.
+connection. If a process ends, its connections end after the bytes that it has sent, as its kernel sends them. If its
+machine vanishes, the other ends notice it after `LOST_S`.
 """
 
 from __future__ import annotations
@@ -169,8 +169,11 @@ class Network:
 
     def transmit(self, stream: Stream, item: bytes | None) -> None:
         """Carry bytes from one end to the other; None: the end of the connection."""
-        if not stream.process.alive:
-            return
+        if stream.process.alive:  # The `finally` blocks of a killed process have no effect.
+            self._send(stream, item)
+
+    def _send(self, stream: Stream, item: bytes | None) -> None:
+        """Let bytes arrive at the other end. While the way is cut, they wait."""
         route = stream.process.machine, stream.peer.process.machine
         if self._cuts.get(route):
             stream.stuck.append(item)
@@ -196,20 +199,19 @@ class Network:
         """Let the network notice the end of a process."""
         process.on_end.append(lambda: self._process_over(process))
 
-    def _process_over(self, process: Process, seconds: float | None = None) -> None:
-        """Report the end of a process to the other ends of its connections."""
+    def _process_over(self, process: Process) -> None:
+        """End the connections of a process that has ended, as the kernel of its machine does."""
         for stream in self._streams:
             if stream.process is process and stream.open:
-                route = process.machine, stream.peer.process.machine
-                wait = self._seconds(route) if seconds is None else seconds
-                # Nothing reaches the other end while the way is cut. Then its kernel gives up.
-                self._deliver(stream, None, LOST_S if self._cuts.get(route) else wait)
-        self._streams = [each for each in self._streams if each.open and each.process.alive]
+                self._send(stream, None)
+        self._streams = [each for each in self._streams if each.stuck or (each.open and each.process.alive)]
 
     def vanish(self, machine: str) -> None:
         """Let a machine vanish: the other ends of its connections notice it only after `LOST_S`."""
-        for process in {stream.process: None for stream in self._streams if stream.process.machine == machine}:
-            self._process_over(process, LOST_S)
+        for stream in self._streams:
+            if stream.process.machine == machine and (stream.open or stream.stuck):
+                self._deliver(stream, None, LOST_S)
+        self._streams = [each for each in self._streams if each.process.machine != machine]
 
     @asynccontextmanager
     async def connect(self, process: Process, name: str, seconds: float) -> AsyncGenerator[Client]:
@@ -244,13 +246,17 @@ class Network:
         await until(lambda: hub is None or self.reaches(process.machine, hub.process.machine))
         if hub is None or not hub.process.alive:
             raise PeerLostError("cannot connect to the hub: nothing listens there")
-        here = Stream(self, process, ("hub", 1))
-        there = Stream(self, hub.process, (name, 1))
-        here.peer, there.peer = there, here
-        self._streams += [here, there]
+        here, there = self.join(process, hub.process, name)
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + STEP_S, hub.connect, there, context=hub.process.context)
         return here
+
+    def join(self, client: Process, server: Process, name: str) -> tuple[Stream, Stream]:
+        """Return both ends of a new connection of two processes. Messages of the server call the client `name`."""
+        here, there = Stream(self, client, ("hub", 1)), Stream(self, server, (name, 1))
+        here.peer, there.peer = there, here
+        self._streams += [here, there]
+        return here, there
 
     def reaches(self, here: str, there: str) -> bool:
         """Return True if the way between two machines is cut in no direction."""
@@ -286,7 +292,7 @@ class Network:
             if not self._cuts.get((stream.process.machine, stream.peer.process.machine)):
                 stuck, stream.stuck = stream.stuck, []
                 for item in stuck:
-                    self.transmit(stream, item)
+                    self._send(stream, item)
 
 
 def _both(one: str, other: str) -> tuple[Route, Route]:
