@@ -346,13 +346,11 @@ class Cluster:
         before = self.engines.get(machine, EngineFaults())
         faults = self.engines[machine] = EngineFaults()
         faults.refuse_until, faults.slowness = before.refuse_until, before.slowness
-        settings = config.simulate
-        assert settings is not None
 
         def make_engine(number: int) -> FaultEngine:
             """Return a new engine."""
             start_s = self._dice.uniform(0.2, 3.0)
-            return FaultEngine(config, settings, self._workload, self.weights, faults, start_s, self.book.too_late)
+            return FaultEngine(config, self._workload, self.weights, faults, start_s, self.book.too_late)
 
         engines = [make_engine] * config.engines_on(0)
         env = NodeEnvironment(

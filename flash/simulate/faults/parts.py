@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from flash.config import waits
-from flash.config.simulate import SimulateConfig, uniform
+from flash.config.simulate import uniform
 from flash.config.tree import Config
 from flash.environment.interface import Info, StepResult
 from flash.errors import CheckpointError, CollectiveError, EngineDeadError, EngineError, EnvError
@@ -194,25 +194,24 @@ class FaultEngine(SimEngine):
 
     Args:
         config: the run's configuration, with its `[simulate]` table.
-        settings: the simulation's settings for this engine.
         workload: gives the lengths of the responses.
         weights: holds the published versions.
         faults: faults of the node.
         start_s: seconds of the start.
-        too_late: called with the process and the version if the ranks hold only newer versions.
+        too_late: called with the name of the process and the version if the ranks hold only newer versions.
     """
 
     def __init__(
         self,
         config: Config,
-        settings: SimulateConfig,
         workload: Workload,
         weights: Weights,
         faults: EngineFaults,
         start_s: float,
         too_late: Callable[[str, int], None],
     ) -> None:
-        settings = msgspec.structs.replace(settings, step_s=settings.step_s * faults.slowness)
+        assert config.simulate is not None
+        settings = msgspec.structs.replace(config.simulate, step_s=config.simulate.step_s * faults.slowness)
         super().__init__(settings, config.engine.max_sequences, workload.response_tokens, config.engine.stream_interval)
         self._config = config
         self._weights = weights
@@ -293,7 +292,7 @@ class FaultEnvironment(SimEnvironment):
 
 
 class Collective:
-    """Meeting point of the ranks of one incarnation. It fails as soon as one of them is gone."""
+    """Meeting point of the ranks of one incarnation. It fails as soon as one of them is gone or late."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -302,7 +301,7 @@ class Collective:
         self.broken = False
 
     def break_(self) -> None:
-        """Let the present and all later meetings fail, because a rank is gone."""
+        """Let the present and all later meetings fail, because a rank is gone or late."""
         self.broken = True
         self._together.set()
 
