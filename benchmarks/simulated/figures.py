@@ -68,7 +68,7 @@ def capacity_s(config: Config, report: SimReport) -> float:
 
     There must be no redundant samples: with them there is no such bound.
     """
-    every = bounds(quantities(config, report.ledger), config.train.batch_size)
+    every = bounds(quantities(config, report.ledger))
     return next(bound.step_s for bound in every if bound.lower)
 
 

@@ -201,9 +201,7 @@ def simulate_command(
         for setting in settings
     ]
     cells = [
-        SweepCell(
-            values=setting, report=report, bounds=bounds(quantities(config, report.ledger), config.train.batch_size)
-        )
+        SweepCell(values=setting, report=report, bounds=bounds(quantities(config, report.ledger)))
         for setting, config, report in zip(settings, configs, run_all(configs), strict=True)
     ]
     if keys:

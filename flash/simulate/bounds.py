@@ -4,7 +4,8 @@
 bound that the run misses by far shows a bottleneck, or an error of the simulator. A step trains one batch. α is
 `train.async_ratio`: it bounds the age of trained tokens, in training steps since the weights that sampled them. The
 bounds are propositions 1 and 2 of the paper "Part II: ROLL Flash". A step has N samples on K workers, E epochs and Q
-samples in flight. μ and L are the mean and the longest generation time, and μ_tr is the training time per sample:
+samples in flight. μ and L are the mean and the longest generation time, and μ_tr is the training time per sample. If
+filters remove samples, N counts these too, and μ_tr is a mean over all N:
 
     queue scheduling   mean completion per sample ≤ μ/K + L/Q
     synchronous        T ≤ N·μ/K + L + E·N·μ_tr/K
@@ -170,7 +171,7 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     """Mean seconds of an episode that is alone on its engine."""
     train_s: float
-    """μ_tr: GPU seconds to train on a sample."""
+    """μ_tr: mean GPU seconds to train on a sample. A sample that filters remove takes none."""
     pause_s: float
     """Seconds for which a new version stops an engine, including the prefill of running sequences."""
     fixed_s: float
@@ -234,7 +235,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
         least_s=sample_s(per_engine, drawn.prompt / rollout.group_size + drawn.observations),
         longest_s=drawn.longest_s(in_flight, token_s(per_engine)) + observed * simulate.prefill_s,
         latency_s=drawn.mean_tokens * token_s(1) + drawn.mean_env_s,
-        train_s=drawn.mean_length * simulate.train_token_s,
+        train_s=drawn.mean_length * simulate.train_token_s * kept,
         pause_s=simulate.swap_s + recomputed_s,
         fixed_s=simulate.train_step_s,
     )
@@ -252,16 +253,17 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Seconds of the bound."""
     lower: bool = False
-    """True if the steps of a long run cannot be shorter on average; False if no step should be longer."""
+    """True for a lower bound on the mean step of a long run; False for an upper bound."""
     part: bool = False
     """True if the bound covers only one phase of a step, so that it is not compared with a complete step."""
 
 
-def bounds(q: Quantities, batch_size: int) -> list[Bound]:
-    """Return all bounds on the time of a step of `batch_size` samples, in the order in which they are printed.
+def bounds(q: Quantities) -> list[Bound]:
+    """Return all bounds on the time of a step, in the order in which they are printed.
 
     The fourth is the bound of the configured split of the GPUs. The fifth is the capacity, the only lower bound. It is
-    left out if samples are redundant.
+    left out if samples are redundant. If filters remove samples, a run may take longer than the upper bounds: they do
+    not include that a group which replaces a removed one starts later.
     """
     serving, training = q.rollout_gpus, q.gpus - q.rollout_gpus
     # Texts for `Bound.values`. E is 1, since a batch is trained once. c and w are not in the paper's formulas: seconds
@@ -269,8 +271,7 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
     work = f"N {q.samples:.4g}, μ {q.generate_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     work_all_gpus = f"N {q.samples:.4g}, K {q.gpus}, μ {q.generate_all_s:.3g} GPU·s, L {q.longest_s:.4g} s"
     train = f"μ_tr {q.train_s:.3g} GPU·s"
-    # N, μ, L, μ_tr per generated sample, and K, with all GPUs as workers.
-    all_gpus = (q.samples, q.generate_all_s, q.longest_s, q.train_s * batch_size / q.samples, q.gpus)
+    all_gpus = (q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus)  # N, μ, L, μ_tr and K
     share = best_split(*all_gpus, q.async_ratio)
     return [
         Bound(
@@ -295,17 +296,20 @@ def bounds(q: Quantities, batch_size: int) -> list[Bound]:
             ),
             step_s=async_bound(*all_gpus, q.async_ratio) + max(q.fixed_s, q.pause_s),
         ),
-        _this_split(q, batch_size, f"{work}, {train}, {serving} + {training} GPUs"),
+        _this_split(q, f"{work}, {train}, {serving} + {training} GPUs"),
         # The capacity follows from mean lengths. Samples that finish first are shorter, so that no time is certain.
-        *([] if q.redundant else [_capacity(q, batch_size)]),
+        *([] if q.redundant else [_capacity(q)]),
     ]
 
 
-def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
-    """Return the bound for the configured split of the GPUs between engines and trainers."""
+def _this_split(q: Quantities, values: str) -> Bound:
+    """Return the bound for the configured split of the GPUs between engines and trainers.
+
+    `values` is the text of the quantities that its formulas for α < 1 and α ≥ 1 share, for `Bound.values`.
+    """
     # Below α = 1 no complete batch can be generated while another one is trained, so the times of both phases add up.
     generation = q.samples * q.generate_s / q.rollout_gpus
-    training = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
+    training = q.samples * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     if q.async_ratio < 1:
         return Bound(
             name="this split, synchronous",
@@ -321,14 +325,14 @@ def _this_split(q: Quantities, batch_size: int, values: str) -> Bound:
     )
 
 
-def _capacity(q: Quantities, batch_size: int) -> Bound:
+def _capacity(q: Quantities) -> Bound:
     """Return the bound on the mean time of a step that no schedule can beat in a long run without redundant samples.
 
     It assumes engines that are always full, a trainer that never waits, and the most episodes in flight at all times.
     Three limits give a time each: the engines' places (slots), the trainer, and the number of episodes in flight.
     """
     slots_s = q.samples * q.least_s / q.rollout_gpus
-    trainer_s = batch_size * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
+    trainer_s = q.samples * q.train_s / (q.gpus - q.rollout_gpus) + q.fixed_s
     # Little's law: with Q episodes in flight, one ends every latency/Q seconds.
     flight_s = q.samples * q.latency_s / q.in_flight
     values = f"slots {slots_s:.4g} s, trainer {trainer_s:.4g} s, {q.in_flight:.4g} episodes in flight {flight_s:.4g} s"

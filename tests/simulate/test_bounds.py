@@ -42,7 +42,7 @@ def config(alpha: float = 2.0, **settings: object) -> Config:
 
 
 def step_bounds(config: Config, **ledger: int) -> dict[str, float]:
-    found = bounds(quantities(config, ledger), config.train.batch_size)
+    found = bounds(quantities(config, ledger))
     return {bound.name: bound.step_s for bound in found}
 
 
@@ -77,6 +77,20 @@ def test_what_filters_throw_away_counts_as_generated_and_not_as_trained():
     assert filtered.samples == pytest.approx(plain.samples * 4 / 3)
     slow_trainer = config(train_token_s=10.0)
     assert step_bounds(slow_trainer, trained=300, filtered=100)["capacity"] == step_bounds(slow_trainer)["capacity"]
+
+
+def test_the_printed_quantities_give_the_bounds_also_if_filters_throw_samples_away():
+    q = quantities(config(0.0), {"trained": 300, "filtered": 100})
+    samples, train = q.samples, q.train_s
+    found = {bound.name: bound for bound in bounds(q)}
+    assert f"N {samples:.4g}, " in found["this split, synchronous"].values
+    assert f"μ_tr {train:.3g} GPU·s" in found["this split, synchronous"].values
+    assert found["this split, synchronous"].step_s == pytest.approx(
+        samples * q.generate_s / 8 + q.longest_s + samples * train / 8
+    )
+    assert found["synchronous, all GPUs in turn"].step_s == pytest.approx(
+        samples * q.generate_all_s / 16 + q.longest_s + samples * train / 16
+    )
 
 
 def test_the_longest_of_many_is_longer_than_the_longest_of_few():
@@ -118,7 +132,7 @@ def test_a_kv_cache_limits_what_an_engine_decodes():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0, 8.0])
 def test_no_upper_bound_is_below_the_capacity(alpha: float):
-    found = bounds(quantities(config(alpha, response_tokens=Lognormal(mean=10, deviation=20, high=100)), {}), 64)
+    found = bounds(quantities(config(alpha, response_tokens=Lognormal(mean=10, deviation=20, high=100)), {}))
     capacity = found[-1]
     assert capacity.lower
     measured_against = found[-2]
@@ -131,8 +145,8 @@ def test_redundant_samples_leave_no_lower_bound(redundant: dict[str, int]):
     plain = config(response_tokens=1, env_s=[*[1] * 19, 1000])
     rollout = RolloutConfig(group_size=8, max_new_tokens=100, **redundant)
     found = quantities(msgspec.structs.replace(plain, rollout=rollout), {})
-    assert [bound.lower for bound in bounds(found, 64)] == [False] * 4
-    assert bounds(quantities(plain, {}), 64)[-1].lower
+    assert [bound.lower for bound in bounds(found)] == [False] * 4
+    assert bounds(quantities(plain, {}))[-1].lower
 
 
 def test_below_one_version_of_lead_the_phases_add_up():
