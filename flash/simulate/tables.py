@@ -251,7 +251,7 @@ def _print_pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _console() -> Console:
-    """Return a console for standard output that prints text as it is, without markup or line breaks of its own."""
+    """Return a console for standard output that prints lines as they are. Only cells of a table are wrapped."""
     from rich.console import Console
 
     class Unwatched(Console):
@@ -265,6 +265,7 @@ def _console() -> Console:
         file=sys.stdout,
         highlight=False,
         markup=False,
+        emoji=False,  # else `:key:` in the name of a file becomes a picture
         soft_wrap=True,
         width=None if sys.stdout.isatty() else PLAIN_WIDTH,
     )

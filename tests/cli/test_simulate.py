@@ -142,6 +142,13 @@ def test_one_run_is_told_with_its_causes_and_bounds(run: Path, capsys: pytest.Ca
         assert part in shown
 
 
+def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(run, simulated=True)
+    named = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name="[bold]:key:"))
+    print_run(named, cell(5.0, {0: 5}))
+    assert capsys.readouterr().out.startswith("[bold]:key:: 2 GPUs generate")
+
+
 def test_repeated_attempts_are_counted_as_attempts_and_not_as_samples(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
