@@ -415,9 +415,9 @@ class ClusterNumber(NamedTuple):
     title: str
     """Name for people."""
     means: str
-    """Meaning, as whole sentences."""
+    """Meaning, as whole sentences of plain text."""
     worry: str
-    """Sentence that completes "worry when", and advice."""
+    """Plain text that completes "worry when", and advice."""
     of: Callable[[Cluster], Mapping[str, float]]
     """Function that computes the numbers by kind. A single number has the empty kind. If the result is empty, there is
     nothing to count."""
@@ -428,8 +428,7 @@ class ClusterNumber(NamedTuple):
     listed: bool = False
     """True if `text` has only the sum, since people see each kind elsewhere with details."""
     of_the_run: bool = False
-    """True if the number counts the whole run. It is then also shown after the end of the run, where a momentary number
-    would be misleading."""
+    """True if the number counts the whole run. False if it describes one moment."""
 
     def text(self, cluster: Cluster) -> str:
         """Return the numbers as people read them, such as `3 here, 1 silent`; empty if there is nothing to count.
@@ -443,7 +442,11 @@ class ClusterNumber(NamedTuple):
         return (", ".join(parts) or "0") if values else ""
 
     def holds(self, cluster: Cluster) -> bool:
-        """Return True if the number may be shown: it counts the whole run, or the run has not ended."""
+        """Return True if the number still holds: it counts the whole run, or the run has not ended.
+
+        `flash watch` and Prometheus leave out the others. The cluster page shows all numbers, and says that they are
+        those of the end.
+        """
         return self.of_the_run or not cluster.ended
 
 
@@ -518,7 +521,7 @@ CLUSTER_NUMBERS = (
     ClusterNumber(
         "nodes",
         "Nodes",
-        "Processes that roll out samples or train, by their state. `gone` counts nodes that have left the run.",
+        "Processes that roll out samples or train, by their state. Those that have left the run are gone.",
         "a node is silent or gone: the cluster page says since when, and why.",
         _of_hub(lambda hub: Counter(node.state for node in hub.nodes)),
     ),
@@ -594,7 +597,7 @@ CLUSTER_NUMBERS = (
         "failures",
         "Failures",
         "Attempts at samples, engines, nodes and trainer ranks that failed, by kind, over the whole run.",
-        "a kind grows with each step: `flash watch` and the cluster page show the last message of each kind.",
+        "a kind grows with each step: flash watch and the cluster page show the last message of each kind.",
         lambda cluster: {each.kind: each.count for each in cluster.failures},
         listed=True,
         of_the_run=True,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from flash.observe.cluster import CLUSTER_NUMBERS, ENGINE_NUMBERS, Cluster, engines_of, read_cluster
-from flash.observe.columns.column import capital, without_marks
+from flash.observe.columns.column import capital
 from flash.observe.columns.table import columns
 from flash.observe.rundir.rundir import RunDirectory
 
@@ -24,7 +24,7 @@ class ShownNumber(msgspec.Struct, frozen=True):
     means: str
     """Meaning, as whole sentences."""
     worry: str
-    """Sentence about what to worry about, and advice."""
+    """Sentence that completes "worry when", and advice."""
     text: str = ""
     """Value of a tile; empty for a column."""
 
@@ -33,12 +33,12 @@ class ShownCluster(msgspec.Struct, frozen=True, kw_only=True):
     """Content of the cluster page."""
 
     picture: Cluster | None
-    """Newest snapshot; None if there is none or if it cannot be read."""
+    """Newest snapshot; None if there is none, or if the content of the file is not a snapshot."""
     now: float
     """Time of this machine's clock, in Unix seconds."""
     there: bool
-    """True if the file exists. If `picture` is None although the file exists, this version of Flash cannot read the
-    file."""
+    """True if the file exists. If `picture` is None although the file exists, another version of Flash has probably
+    written the file."""
     tiles: Sequence[ShownNumber] = ()
     """Numbers of the whole cluster."""
     figures: Sequence[ShownNumber] = ()
@@ -55,7 +55,11 @@ FIGURES = [
 
 
 def show_cluster(directory: RunDirectory) -> ShownCluster:
-    """Return the cluster page of a run, from the newest snapshot."""
+    """Return the cluster page of a run, from the newest snapshot.
+
+    Raises:
+        RunDirectoryError: `cluster.json` is no regular file, or it may not be read.
+    """
     picture = read_cluster(directory)
     there, now = directory.cluster.exists(), time.time()
     if picture is None:
@@ -77,4 +81,4 @@ def _tiles(picture: Cluster) -> Iterator[ShownNumber]:
     """Yield a tile for each number that the snapshot has. A number without a text has nothing to count."""
     for shown in CLUSTER_NUMBERS:
         if text := shown.text(picture):
-            yield ShownNumber(shown.title, shown.means, without_marks(shown.worry), text)
+            yield ShownNumber(shown.title, shown.means, shown.worry, text)

@@ -40,7 +40,7 @@ class Metric(NamedTuple):
 
     name: str
     help: str
-    """Explanation, which Prometheus shows."""
+    """Explanation, which Prometheus shows as plain text."""
     values: Values
     label: str = KIND
     """Name of the label that distinguishes several values of one run."""
@@ -119,7 +119,7 @@ def _metrics() -> Iterator[Metric]:
     for cluster_number in (*CLUSTER_NUMBERS, *ENGINE_NUMBERS):
         name, help_ = f"flash_cluster_{cluster_number.name}", cluster_number.means
         yield Metric(name, help_, _cluster_values(cluster_number), cluster_number.label)
-    help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
+    help_ = "Unix seconds of the last failure of each kind; its message is on the page and in flash watch."
     yield Metric("flash_cluster_failed_at", help_, _failed_at)
     help_ = "Unix seconds of the last report about the cluster. time() minus this is the age of the report."
     yield Metric("flash_cluster_time", help_, _reported_at)

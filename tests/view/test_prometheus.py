@@ -115,6 +115,14 @@ async def test_the_page_tells_of_nodes_engines_samples_sandboxes_and_failures(tm
     assert of_cluster == {"flash_cluster_failures", "flash_cluster_failed_at", "flash_cluster_restarts"}
 
 
+def test_no_text_that_people_read_has_marks_of_markdown() -> None:
+    picture = cluster(1e9, hub_now(1e9), failures=[failure("env_error", 1e9, "boom")])
+    lines = exposition([Latest("run", metrics_row(0), eval_row(0, 0.5), ended=False, cluster=picture)]).splitlines()
+    assert [line for line in lines if line.startswith("# HELP ") and "`" in line] == []
+    assert [panel["title"] for panel in dashboard()["panels"] if "`" in panel["description"]] == []
+    assert [each.title for each in (*CLUSTER_NUMBERS, *ENGINE_NUMBERS) if "`" in each.means + each.worry] == []
+
+
 @pytest.mark.anyio
 async def test_a_pipe_in_the_place_of_a_file_takes_its_run_away_and_no_other(tmp_path: Path) -> None:
     runs = [record(tmp_path / name, steps=2) for name in ("one", "two")]
