@@ -49,15 +49,16 @@ MESSAGE = 160
 """Largest number of characters of a message. The web page shows all of it."""
 
 
-HELD_OUT = named("mean_reward", "evaluation")
-"""Column of evaluations on held-out problems. All other columns here are of steps."""
+EVALUATED = (named("mean_reward", "evaluation"), named("held_out_nll", "evaluation"))
+"""Columns of evaluations. All other columns here are of steps."""
 NUMBERS = (
-    named("reward_mean"),
-    HELD_OUT,
+    *map(named, ("reward_mean", "nll")),
+    *EVALUATED,
     *map(named, ("entropy", "grad_norm", "ess", "clip_fraction", "age_mean", "stale_share", "mismatch_k3_age_0")),
     named("tokens_per_second"),
 )
-"""Columns that have a line with last value, mean and sparkline."""
+"""Columns that have a line with last value, mean and sparkline. No run has all of them: `flash sft` has losses (`nll`)
+in place of rewards."""
 WAITS = tuple(map(named, ("trainer_wait_share", "engine_idle_share")))
 """Columns with shares of time, which are shown as bars."""
 COUNTERS = (
@@ -187,11 +188,11 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
     if room >= LEAST_SPARKLINE:
         table.add_column("so far", no_wrap=True)
     for line in NUMBERS:
-        values = [line.value_in(row) for row in (evals if line is HELD_OUT else rows)]
+        values = [line.value_in(row) for row in (evals if line in EVALUATED else rows)]
         recent = [value for value in values[-MEAN_OF:] if value is not None]
         if not recent:
             continue
-        mean = None if line is HELD_OUT else sum(recent) / len(recent)
+        mean = None if line in EVALUATED else sum(recent) / len(recent)
         cells = [line.label, line.text(values[-1]), line.text(mean)]
         table.add_row(*cells, *([sparkline(values, room)] if room >= LEAST_SPARKLINE else []))
     return table

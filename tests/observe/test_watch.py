@@ -63,6 +63,15 @@ def test_the_screen_shows_where_the_run_is_and_its_numbers(directory: RunDirecto
     assert "evaluation at step 5: " in text
 
 
+def test_a_run_of_sft_shows_its_losses(directory: RunDirectory) -> None:
+    for step in range(3):
+        directory.append_metrics({"step": step, "time": STARTED + step, "wall_s": float(step), "nll": 2.0 - step})
+    directory.append_evaluation({"step": 2, "held_out_nll": 1.5, "problems": 4})
+    text = shown(Watched(directory))
+    assert line_of(text, "loss on rows")[0] == "0.000"
+    assert line_of(text, "held out")[0] == "1.500"
+
+
 def test_a_long_step_counts_for_more_in_the_waits_than_a_short_one(directory: RunDirectory) -> None:
     directory.append_metrics(metrics_row(0, interval_s=9.0, trainer_wait_share=0.1))
     directory.append_metrics(metrics_row(1, interval_s=1.0, trainer_wait_share=0.9))

@@ -451,7 +451,7 @@ SFT = ColumnGroup(
             "nll",
             "mean −log-prob of the tokens that are learned, in nats",
             "nats",
-            label="learned",
+            label="loss on rows",
             title="nll",
             chart="nll",
             worry="it does not fall within an epoch, or it jumps up",
