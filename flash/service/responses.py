@@ -78,7 +78,7 @@ class _ResultItem(msgspec.Struct):
 
 
 class _ReasoningItem(msgspec.Struct):
-    """Reasoning before an answer of the assistant. `content` is preferred to `summary`."""
+    """Reasoning before an answer of the assistant. `summary` counts only if `content` has no text."""
 
     summary: list[ContentPart] | None = None
     content: list[ContentPart] | None = None
@@ -114,10 +114,11 @@ class _MessageBuilder:
         """Add the next item. `place` is the item's place in the request, such as `input[2]`, for error messages.
 
         Raises:
-            ApiError: the item has an unknown role, or content that is not text.
+            ApiError: the item has an unknown role, or the role `tool`, or content that is not text.
         """
         match item:
             case _MessageItem(role):
+                # In this API the result of a call is no message, but an item of its own.
                 if role not in ROLES or role == TOOL:
                     raise ApiError(400, f"There is no role {role[:100]!r} here.", None, place)
                 message = Message(ROLES[role], text_of(item.content, place))
@@ -127,13 +128,13 @@ class _MessageBuilder:
                     self.made.append(message)
             case _ReasoningItem():
                 # Clients may send reasoning without a text, for example encrypted. It would make an empty message.
-                if reasoning := text_of(item.content or item.summary, place):
+                if reasoning := text_of(item.content, place) or text_of(item.summary, place):
                     self._add_to_assistant(Message(ASSISTANT, "", reasoning))
             case _CallItem(call_id, name, arguments):
                 self._names[call_id] = name
                 self._add_to_assistant(Message(ASSISTANT, "", "", (ToolCall(call_id, name, as_json(arguments)),)))
             case _ResultItem(call_id, output):
-                name = self._names.get(call_id, "")
+                name = self._names.get(call_id, "")  # empty for an unknown call; most chat templates need no name
                 self.made.append(Message(TOOL, text_of(output, place), tool_call_id=call_id, name=name))
 
     def _add_to_assistant(self, more: Message) -> None:

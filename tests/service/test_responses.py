@@ -60,6 +60,16 @@ def test_what_was_answered_comes_back_as_one_message_though_it_is_several_items(
     ]
 
 
+def test_a_summary_is_the_reasoning_if_the_content_has_no_text() -> None:
+    summary = [{"type": "summary_text", "text": "so"}]
+    for content in (None, [], [{"type": "reasoning_text", "text": ""}]):
+        given = [
+            {"type": "reasoning", "summary": summary, "content": content},
+            {"role": "assistant", "content": "five"},
+        ]
+        assert wanted(input=given).request.messages == [Message("assistant", "five", "so")]
+
+
 def test_items_that_other_programs_have_written_down_are_read() -> None:
     given = [
         {"type": None, "role": "user", "content": "one"},
