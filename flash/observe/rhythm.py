@@ -147,10 +147,11 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
     """Yield a table with a line for each comparison of marked tokens with other ones.
 
     The columns are: number of marked tokens, mean over the marked tokens, mean over the others, difference of the
-    means, mean difference by chance with its 95 % interval, and p-value. A number that is NaN is shown as `-`.
+    means, mean difference by chance with its 95 % interval, and p-value. By chance means that the plan tokens are moved
+    by a random number of tokens (`algorithms.couplings`). A number that is NaN is shown as `-`.
     """
     names = max(len(one.name) for one in couplings)
-    titles = f"{'tokens':>7} {'mean':>9} {'others':>9} {'more by':>9} {'by chance, 95 % of shifts':>32} {'p':>6}"
+    titles = f"{'tokens':>7} {'mean':>9} {'others':>9} {'more by':>9} {'by chance [95 % interval]':>32} {'p':>6}"
     yield f"{'':{names}} {titles}"
     for one in couplings:
         chance = f"{_signed(one.null_mean)} [{_signed(one.null_low)}, {_signed(one.null_high)}]"

@@ -9,8 +9,9 @@ answer. The prompt shows the tools before all messages, so all requests of a bra
 Clients may repeat the history in another form with the same meaning. Therefore `number_calls` replaces the ids of calls
 by numbers, `sort_results` sorts the results of calls, and `says_the_same` compares two messages.
 
-The *tools* of a request are here its `form`: its tools, and the arguments of the chat template if it has any. A *call*
-is a call of a function (a tool) by the policy, and a *result* is a message with the result of one.
+Each argument `tools` in this module is `AgentRequest.form` of a request: its tools, and the arguments of the chat
+template if it has any. A *call* is a call of a function (a tool) by the policy, and a *result* is a message with the
+result of one.
 `EpisodeSession` of `sessions` calls `History.place` when it looks at a request, and `History.answer` when the request
 has its answer.
 """
@@ -56,7 +57,7 @@ class _Branch:
         self.messages = list(messages)
         """Messages and answers, with the ids of calls that the policy has seen."""
         self.tools = list(tools)
-        """`form` of the requests of this branch."""
+        """Tools of the newest request of this branch. Those of its other requests are equal, in any order."""
         self.answers = list(answers)
         """Indices of the policy's answers in `messages`, ascending."""
         self._numbered: list[Message] | None = None
@@ -75,7 +76,7 @@ class _Branch:
 
         Args:
             numbered: result of `number_calls` for the messages of the request.
-            tools: `form` of the request.
+            tools: tools of the request.
         """
         ends = [0]
         if not _same_tools(tools, self.tools):
@@ -93,9 +94,9 @@ class _Branch:
         return ends
 
     def with_known_ids(self, kept: int, messages: Sequence[Message], numbered: Sequence[Message]) -> list[Message]:
-        """Return `messages`, in which results have the ids of calls that the policy has seen.
+        """Return `messages`, in which results have the ids of calls that the policy has seen, and the functions' names.
 
-        The client may have renamed the ids of calls.
+        The client may have renamed the ids of calls, and may leave out the name in a result.
 
         Args:
             kept: number of messages of this branch after which `messages` follow.
@@ -125,7 +126,7 @@ class History:
         """Return the place at which a request continues. Changes nothing: the request has no answer yet.
 
         The session calls this when the environment takes the request, and when a request arrives while another one is
-        open. `messages` are all messages of the request, and `tools` is its `form`.
+        open. `messages` are all messages of the request.
         """
         messages = sort_results(messages)
         numbered = number_calls(messages)
@@ -154,7 +155,7 @@ class History:
     def answer(self, place: Continuation, message: Message, tools: Sequence[Tool] = ()) -> None:
         """Record the messages that a request has added at `place`, and the policy's answer to them.
 
-        `place` comes from the method `place` and no answer was recorded since. `tools` is the `form` of the request.
+        `place` comes from the method `place` and no answer was recorded since. `tools` are those of the request.
         """
         branch = self._branches[place.branch]
         if place.begins:
@@ -339,7 +340,7 @@ def _reasoning_and_content(message: Message) -> tuple[str, str]:
 
 
 def _same_tools(tools: Sequence[Tool], others: Sequence[Tool]) -> bool:
-    """Return True if two requests have the same `form`: equal functions in any order, and equal template arguments."""
+    """Return True if two requests have equal functions, in any order, and equal arguments of the chat template."""
     if len(tools) != len(others):
         return False
     return list(tools) == list(others) or sorted(map(_encoded, tools)) == sorted(map(_encoded, others))

@@ -217,7 +217,7 @@ class World:
         self._now = anyio.current_time
         """Returns the time of the run, in virtual seconds."""
         self._observer = observer or SimObserver()
-        # Each of the next objects uses those above it: keep this order.
+        # The trainer needs the hub, the nodes need the engines, and the reading of the meter needs all of them.
         self.hub = Hub(self.config, self._observer, now=self._now)
         count = self.settings.rollout_gpus // config.engine.tensor_parallel
         self.engines = [self._make_engine(index) for index in range(count)]
