@@ -166,6 +166,7 @@ class FaultLoop(VirtualLoop):
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         """Schedule a callback. While its process is frozen, it waits until the process goes on."""
         call = _call(callback, args, context)
+        # anyio cancels the tasks of a set in any order. `_end_sweep` schedules what follows in the tasks' own order.
         if self.cancelling is not None or (self._sweep and _is_retry(callback)):
             number = RETRY if self.cancelling is None else self.cancelling
             self._sweep.append((number, len(self._sweep), call))
@@ -184,7 +185,10 @@ class FaultLoop(VirtualLoop):
         return timer
 
     def jump(self, seconds: float | None) -> None:
-        """Advance the clock, unless callbacks of cancelled tasks are due at this moment."""
+        """Advance the clock, unless callbacks of cancelled tasks are due at this moment.
+
+        Raises ContractError if the clock does not advance for MOST_PASSES passes of the loop.
+        """
         before = self.time()
         super().jump(0.0 if self._sweep else seconds)
         self._end_sweep()

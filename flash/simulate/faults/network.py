@@ -265,7 +265,7 @@ class Network:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def lose(self, machine: str, number: int) -> None:
-        """Break one connection of a machine, at both ends."""
+        """Break one connection of a machine, at both ends. `number` chooses it; any number is one of a connection."""
         streams = [each for each in self._streams if each.process.machine == machine and each.open]
         if streams:
             stream = streams[number % len(streams)]

@@ -50,8 +50,8 @@ FLUSH_S = 5.0
 """Seconds after which the operating system has written appended data to the disk by itself."""
 ENV_FAULT = 0.4
 """Share of the steps of environments that fail while a fault of environments lasts."""
-_RAISES, _HANGS = 101, 102
-"""Purposes of random draws, other than those of the workload."""
+_IN_RESET, _IN_STEP = 101, 102
+"""Numbers of the random draws of an environment's faults. The workload uses smaller ones for its own draws."""
 
 
 class Disk:
@@ -71,12 +71,13 @@ class Disk:
         self._synced: dict[Path, int] = {}
         """Sizes up to which files were forced to the disk."""
         self._flushed: list[tuple[float, dict[Path, int]]] = []
-        """Sizes of the appended files at earlier times, by which `lose_unsynced` knows what the disk has."""
+        """Time of each write, and the sizes of the growing files after it. `lose_unsynced` finds by them what the disk
+        has."""
 
     async def write(self, function: Callable[[], T]) -> T:
-        """Call a function that writes, after the time of the write. A full disk refuses it.
+        """Call a function that writes, in the middle of the time that this takes. A full disk raises OSError.
 
-        If the process is killed during the write, the journal may have a part of it.
+        If the process is killed before the call, a part of what the function appends may be written.
         """
         process = PROCESS.get()
         try:
@@ -91,7 +92,7 @@ class Disk:
         return result
 
     def do(self, function: Callable[[], T]) -> T:
-        """Call a function that writes, at once. A full disk refuses every byte."""
+        """Call a function that writes, at once. A full disk raises OSError."""
         with _file_limit(0 if self.full else None):
             return function()
 
@@ -105,13 +106,16 @@ class Disk:
         return {file: file.stat().st_size for file in files}
 
     def _tear(self, function: Callable[[], object]) -> None:
-        """Leave a part of what a function appends."""
+        """Call a function that appends, and remove a random part of what it has appended."""
         before = self._sizes()
         self.do(function)
         self._cut_to(before)
 
     def lose_unsynced(self, *, synced_journal: bool) -> None:
-        """Cut off a part of what the operating system had not written to the disk, as when the machine fails."""
+        """Cut off a part of what the operating system had not written to the disk, as when the machine fails.
+
+        `synced_journal`: True if the journal forces each write to the disk, so that nothing of it is lost.
+        """
         now = anyio.current_time()
         on_disk = dict(self._synced)
         for time, sizes in self._flushed:
@@ -130,7 +134,10 @@ class Disk:
 
 @contextmanager
 def _file_limit(size: int | None) -> Generator[None]:
-    """Let no file of this process grow beyond a size inside the block; None: no limit."""
+    """Let no file of this process grow beyond `size` bytes inside the block; None: no limit.
+
+    A write beyond it raises OSError, like that on a full disk.
+    """
     if size is None:
         yield
         return
@@ -143,7 +150,7 @@ def _file_limit(size: int | None) -> Generator[None]:
 
 
 class Weights:
-    """The versions that trainer ranks hold for the engines: of each incarnation of the ranks the newest one.
+    """Policy versions that the trainer ranks hold for the engines. Rank 0 of each incarnation holds its newest one.
 
     Args:
         network: shows which machines reach each other.
@@ -271,20 +278,20 @@ class FaultEnvironment(SimEnvironment):
         self._faults = faults
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the first observation, or raise EnvError."""
+        """Return the first observation. While a fault lasts, the call may raise EnvError or never return."""
         shown = await super().reset(seed)
-        await self._fail(_RAISES)
+        await self._fail(_IN_RESET)
         return shown
 
     async def step(self, action: str) -> StepResult:
-        """Return the result of a step, or fail."""
-        await self._fail(_HANGS)
+        """Return the result of a step. While a fault lasts, the call may raise EnvError or never return."""
+        await self._fail(_IN_STEP)
         return await super().step(action)
 
-    async def _fail(self, purpose: int) -> None:
-        """Raise an error, or hang, if a fault befalls this call."""
+    async def _fail(self, call: int) -> None:
+        """Raise EnvError, or never return, if a fault befalls this call. `call` is the number of its random draw."""
         now = anyio.current_time()
-        if uniform(self._key, purpose, self._turn) < ENV_FAULT:
+        if uniform(self._key, call, self._turn) < ENV_FAULT:
             if now < self._faults.hang_until:
                 await anyio.sleep_forever()
             if now < self._faults.raise_until:
