@@ -15,7 +15,7 @@ import msgspec
 from flash.config.load import flat
 from flash.errors import ConfigError
 from flash.observe.columns.column import BLANK, formatted
-from flash.observe.console import summary_rows
+from flash.observe.console import HELD_OUT_NLL, summary_rows
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, by_step, number
 from flash.observe.stats import Interval, difference
@@ -68,7 +68,8 @@ def read_run(path: Path) -> Compared:
 def results(runs: Sequence[Compared]) -> list[Row]:
     """Return rows with the results of the runs, each with a text for each run: evaluations, then the summaries.
 
-    A result that a run does not have is `-`. Rewards are called accuracies only if they are that in all runs.
+    A result that a run does not have is `-`. Rewards are called accuracies only if they are that in all runs. Runs of
+    `flash sft` have held-out losses instead of rewards.
     """
     measure = "accuracy" if all(number(run.last, "binary") == 1 for run in runs) else "reward"
     rows: list[Row] = [
@@ -79,6 +80,10 @@ def results(runs: Sequence[Compared]) -> list[Row]:
         ("  at step", [_whole(run.last, "step") for run in runs]),
         ("  problems", [_whole(run.last, "problems") for run in runs]),
     ]
+    if any(HELD_OUT_NLL.name in run.last for run in runs):
+        for which, evaluations in (("first", [run.first for run in runs]), ("last", [run.last for run in runs])):
+            losses = [formatted(number(row, HELD_OUT_NLL.name), ".4f") for row in evaluations]
+            rows.append((f"{which} held-out loss", losses))
     if any((number(run.last, "k") or 1) > 1 for run in runs):
         rows.append(("  best of k", [_best_of_k(run.last) for run in runs]))
     if len(runs) > 1:

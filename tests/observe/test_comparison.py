@@ -74,6 +74,16 @@ def test_a_run_without_an_evaluation_has_blanks(config: Config, tmp_path: Path) 
     assert rows["last reward"] == rows["  95% interval"] == rows["  over the first"] == ["-", "-"]
 
 
+def test_runs_of_sft_are_compared_by_their_losses(config: Config, tmp_path: Path) -> None:
+    runs = [RunDirectory.open(tmp_path / name, dump(config)) for name in ("one", "other")]
+    for run, losses in zip(runs, ((2.0, 1.25), (2.0, 1.5)), strict=True):
+        for step, loss in enumerate(losses):
+            run.append_evaluation({"step": step, "held_out_nll": loss, "problems": 4})
+    rows = shown(*(run.path for run in runs))
+    assert rows["first held-out loss"] == ["2.0000", "2.0000"]
+    assert rows["last held-out loss"] == ["1.2500", "1.5000"]
+
+
 def test_only_keys_that_differ_are_told_and_no_names(make: Any) -> None:
     runs = [read_run(make("one", 0.6)), read_run(make("other", 0.6, objective="grpo"))]
     assert differences(runs) == [("algorithm.objective", ["decoupled_ppo", "grpo"])]
