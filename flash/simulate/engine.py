@@ -227,7 +227,7 @@ class SimEngine:
         """Do nothing, since a simulated engine does not use its number. The supervisor calls this for a new hub."""
 
     def kill(self) -> None:
-        """Die like a process that is killed: every request and every later call fails. Only tests kill engines."""
+        """Die like a process that is killed: every request and every later call fails. Runs with faults call this."""
         self._dead = EngineDeadError("the simulated engine was killed")
         self._died.set()
         self._cancel_timer()

@@ -1,9 +1,11 @@
 """SimTrainer: the protocol and the timing of a trainer rank, without a model.
 
 publish version 0 → request a round → sleep for the time of training → … → commit → publish → … → goodbye. A round is a
-part of a step's batch, or all of it. The trainer is the only rank: more GPUs for training only make it faster. A commit
-tells the hub that a step is trained. To publish is to offer a new policy version to the engines. Version n is the
-weights after n steps, so step n trains version n. `flash.simulate.world.World` makes the trainer and reads its record.
+part of a step's batch, or all of it. A commit tells the hub that a step is trained. To publish is to offer a new policy
+version to the engines. Version n is the weights after n steps, so step n trains version n.
+
+`flash.simulate.world.World` makes one trainer, the only rank, and reads its record: more GPUs for training only make it
+faster. Runs with faults have several ranks, of the subclass in `flash.simulate.faults.parts`.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class SimTrainer:
         await self._hub.call(p.Goodbye(self._rank, []), timeout=waits.leaving_s(self._config))
 
     async def _meet(self) -> None:
-        """Return when all ranks have come so far, as after a collective. Called before and after each training."""
+        """Do nothing, since there is one rank. Runs with faults override it: their ranks wait here for each other."""
 
     async def _train_step(self) -> p.BatchReply:
         """Train the rounds of a step as they come, and commit the step. Returns the last reply.
@@ -140,7 +142,7 @@ class SimTrainer:
 
     def _record(self, name: str, start: float) -> None:
         """Record an activity that has lasted from `start` until now."""
-        self.activities.append(Activity("trainer 0", name, start, self._now()))
+        self.activities.append(Activity(f"trainer {self._rank}", name, start, self._now()))
 
     def _count(self, shard: Shard) -> Trained:
         """Return the number of trained samples and tokens of a round, and add them to `lengths` and `ages`.

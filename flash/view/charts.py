@@ -84,6 +84,7 @@ def _drawn(chart: Chart) -> DrawnChart:
         percent=unit == "share",
         log=chart.log,
         from_zero=chart.from_zero,
+        # A chart has one line. If several columns have limits, these are upper limits, and the lowest one is drawn.
         limit=min((column.limit for column in drawn_columns if column.limit is not None), default=None),
     )
 

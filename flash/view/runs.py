@@ -68,7 +68,8 @@ class ViewedRun:
         `sequence` is `Rows.sequence` of the rows that the page has.
 
         The page asks for them every few seconds. All rows are sent again if `sequence` is not the current sequence, for
-        example because a resumed run has replaced the rows of some steps.
+        example because a resumed run has replaced the rows of some steps. Raises RunDirectoryError if a file cannot be
+        read.
         """
         with self._lock:
             self._steps.read()
@@ -88,7 +89,10 @@ class ViewedRun:
         )
 
     def latest(self) -> Latest:
-        """Return the last row of each kind and the state of the cluster, for Prometheus."""
+        """Return the last row of each kind and the state of the cluster, for Prometheus.
+
+        Raises RunDirectoryError if a file cannot be read.
+        """
         with self._lock:
             self._steps.read()
             self._evals.read()
@@ -96,7 +100,10 @@ class ViewedRun:
         return Latest(self.name, steps, evals, self.directory.has_ended(), read_cluster(self.directory))
 
     def spans(self) -> Sequence[Activity]:
-        """Return all activities of the timeline so far, as a copy, because other threads may read further ones."""
+        """Return all activities of the timeline so far, as a copy, because other threads may read further ones.
+
+        Raises RunDirectoryError if the file cannot be read.
+        """
         with self._lock:
             self._spans.read()
             return list(self._spans.rows)

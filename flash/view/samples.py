@@ -181,7 +181,7 @@ def find(
     """Return the newest samples that match a query.
 
     A search stops after a number of samples, bytes or steps, so that each request takes a short time. The page then
-    continues it from `FoundSamples.searched_to`.
+    continues it from `FoundSamples.searched_to`. Raises RunDirectoryError if a file may not be read.
     """
     steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
@@ -232,7 +232,7 @@ def _matches(query: Query, sample: SampleOutline, listed: FoundSample) -> bool:
     ):
         if (low is not None and value < low) or (high is not None and value > high):
             return False
-    if not any(_overlaps(query, turn) for turn in sample.turns):
+    if not any(_overlaps(query, turn) for turn in sample.turns):  # a trained sample has at least one turn
         return False
     text = query.text.casefold()
     return not text or any(
@@ -247,7 +247,10 @@ def _overlaps(query: Query, turn: SampleTurn) -> bool:
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
-    """Return the readable samples of a group. Damaged samples are left out."""
+    """Return the readable samples of a group. Damaged samples are left out.
+
+    Raises RunDirectoryError if the file of the step may not be read.
+    """
     samples = [one for one in read_samples(directory, step, group_id) if _is_consistent(one)]
     rewards = samples[0].group_rewards if samples else []  # every sample holds the rewards of its whole group
     return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
