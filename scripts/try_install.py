@@ -275,7 +275,7 @@ def main() -> int:
         sys.stdout.write("not tried: no other Python that Flash could run with was found on this machine\n")
         return 0
     forms = {"both": (True, False), "with": (True,), "without": (False,)}[options.compiler]
-    if options.other:
+    if options.other:  # a short trial: one form is enough
         forms = forms[:1]
     rows: list[Row] = []
     for python, compiler in itertools.product(found, forms):

@@ -129,6 +129,7 @@ class SimRecorder(MemoryObserver):
         self._disk = disk
         self._queue: list[Batch] = []
         self._queued = self._done = 0
+        """Numbers of batches that were queued, and of those that were written."""
         self._news = anyio.Event()
         self._progress = anyio.Event()
         self._error: FlashError | None = None
@@ -478,7 +479,7 @@ class Cluster:
                     incarnation = await hub.call(request, config.deadlines.rendezvous)
                     if incarnation.checkpoint is None:
                         return End.OVER
-                    entered = True
+                    entered = True  # An error before this means that the hub is not ready, so the rank tries again.
                     return await self._train(hub, rank, incarnation, process)
             except FlashError as error:
                 if entered:
@@ -511,10 +512,10 @@ class Cluster:
         return End.OVER
 
     async def _beat(self, hub: Tapped, rank: int) -> None:
-        """Send heartbeats."""
+        """Send a heartbeat whenever the hub has replied to the one before, until the incarnation is over."""
         with suppress(FlashError):
             while True:
-                await hub.call(p.RankHeartbeat(rank), 1e6)
+                await hub.call(p.RankHeartbeat(rank), 1e6)  # no timeout: other calls notice a hub that hangs
 
     # -- launchers -----------------------------------------------------------------------------------------------------
 
@@ -584,7 +585,7 @@ class Cluster:
                 silent = anyio.current_time() - self._heard_hub
                 if isinstance(error, DeadlineError) or silent > self.config.deadlines.rendezvous:
                     self.processes["hub"].kill()
-                await anyio.sleep(EXIT_S)
+                await anyio.sleep(EXIT_S)  # the ranks of a lost hub get time to exit by themselves
                 for pid in living:
                     self._ranks[pid].kill()
 
