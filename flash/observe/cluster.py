@@ -521,7 +521,7 @@ CLUSTER_NUMBERS = (
     ClusterNumber(
         "nodes",
         "Nodes",
-        "Processes that roll out samples or train, by their state. Those that have left the run are gone.",
+        "Processes that roll out samples or train, by their state. Nodes in the state gone have left the run.",
         "a node is silent or gone: the cluster page says since when, and why.",
         _of_hub(lambda hub: Counter(node.state for node in hub.nodes)),
     ),

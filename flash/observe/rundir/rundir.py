@@ -467,7 +467,8 @@ class RunDirectory:
     def facts(self) -> dict[str, str]:
         """Return the main settings of the run under names for people, for `flash watch` and `flash view`.
 
-        The result is empty if there is no configuration that can be read.
+        The result is empty if the configuration is missing or damaged. If it may not be read, or is no regular file,
+        the only entry is the error message.
         """
         try:
             with open_regular_file(self.config) as file:
