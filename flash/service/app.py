@@ -89,6 +89,7 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
         does."""
 
         async def handle(request: Request) -> Response:
+            """Answer one request."""
             try:
                 return await endpoint(request, _session(sessions, request))
             except ApiError as error:

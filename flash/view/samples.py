@@ -215,7 +215,7 @@ def _list_item(sample: SampleOutline) -> FoundSample:
         outcome=sample.outcome,
         reward=sample.reward,
         turns=len(sample.turns),
-        tokens=sum(sample.ages.values()),
+        tokens=sum(sample.ages.values()),  # each response token has an age
         age=max(sample.ages, default=0),
         excerpt=sample.turns[-1].action[:EXCERPT] if sample.turns else "",
     )

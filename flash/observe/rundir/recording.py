@@ -206,7 +206,8 @@ def _whole_at(view: memoryview, offset: int, size: int) -> bool:
     """Return True if a whole frame begins at byte `offset` of a file. `view` is its content, `size` its bytes."""
     length, crc = HEADER.unpack_from(view, offset)
     begin = offset + HEADER.size
-    # Records are short msgpack arrays and maps, and their first byte says so. This test skips most offsets cheaply.
+    # A record is a msgpack map or array of at most 15 elements, so its first byte is from 0x80 to 0x9F. This test skips
+    # most offsets cheaply.
     if not 0 < length <= size - begin or not 0x80 <= view[begin] <= 0x9F:
         return False
     with view[begin : begin + length] as data:

@@ -318,7 +318,7 @@ class Cluster:
     # -- processes -----------------------------------------------------------------------------------------------------
 
     async def run_process(self, name: str, machine: str, function: Callable[[Process], Awaitable[Any]]) -> Process:
-        """Start a process, and wait until it has ended or was killed."""
+        """Start a process as soon as its machine is not `absent`, and wait until it has ended or was killed."""
         await until(lambda: anyio.current_time() >= self.absent.get(machine, 0.0))
         process = self.processes[name] = Process(name, machine)
         self.network.add(process)

@@ -156,6 +156,7 @@ class FaultLoop(VirtualLoop):
         self.cancelling: int | None = None
         """Number of the task that is being cancelled; None if none is."""
         self._numbers = count(1)
+        """Numbers of the next tasks."""
         self._passes = 0
         """Number of passes since the clock has advanced."""
         self._sweep: list[tuple[int, int, _Call]] = []

@@ -34,6 +34,7 @@ from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
 from flash.trainer.checkpoint_files import (
     MANIFEST,
+    TMP,
     FileEntry,
     Manifest,
     make_empty,
@@ -377,7 +378,7 @@ class FaultTrainer(SimTrainer):
 
     async def _publish(self) -> None:
         """Hold the present version for the engines, and announce it. Earlier versions are not needed after that."""
-        await self._meet()
+        await self._meet()  # real ranks gather the weights together
         process = PROCESS.get()
         if self._rank == 0 and process is not None:
             self._weights.hold(self._incarnation, process, self._version)
@@ -401,7 +402,7 @@ class FaultTrainer(SimTrainer):
         run_dir, version, disk = self._config.run_dir, self._version, self._disk
         folder = step_folder(run_dir, version)
         aside = temporary_of(folder)
-        leftovers = sorted(folder.parent.glob(f"{aside.name[:5]}*"))
+        leftovers = sorted(folder.parent.glob(f"{TMP}*"))  # of killed ranks
         await disk.write(lambda: make_empty(aside, leftovers))
         data = f"weights of version {version}".encode()
         await disk.write(lambda: (aside / "weights").write_bytes(data))
