@@ -1,6 +1,6 @@
 """The screen of `flash watch`: the state of a run in a terminal. It only reads the files that the run writes.
 
-`flash.cli.runs` makes one `Watched`, and prints its `picture` every few seconds until the user ends the command.
+`flash.cli.runs` makes one `Watched`, and prints its `picture` every second until the user ends the command.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Watched:
             return None
 
     def picture(self, now: float, width: int) -> Group:
-        """Read the new rows of the run, and return the screen. `flash watch` calls this every few seconds.
+        """Read the new rows of the run, and return the screen. `flash watch` calls this every second.
 
         `now` is in Unix seconds, `width` is that of the terminal in columns.
 

@@ -1,9 +1,9 @@
 """VirtualLoop: the virtual clock, an asyncio event loop on which waiting takes no real time.
 
-`flash.simulate.world.simulate` runs on a subclass of it; tests and benchmarks call `run_virtual`. So they take little
-time and give the same result each time. The loop's `time()` is a counter. Where another loop would sleep until the next
-timer, this one advances the counter to that timer. Between two timers the order of tasks is asyncio's own, so a run is
-reproducible.
+`flash simulate` runs on a subclass of it, and so do runs with faults (`flash.simulate.faults.loop`). Tests and
+benchmarks call `run_virtual`. So they take little time and give the same result each time. The loop's `time()` is a
+counter. Where another loop would sleep until the next timer, this one advances the counter to that timer. Between two
+timers the order of tasks is asyncio's own, so a run is reproducible.
 
 Nothing outside the process advances this clock, so nothing can wait for the outside: a socket is refused when it is
 awaited, `run_in_executor` when it is called, and any other thread when it reports its result. If no timer is left and
@@ -97,7 +97,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         raise self.refuse(f"the process {args[1]!r}")
 
     def refuse(self, what: str) -> ContractError:
-        """Return the error for a task that would wait for `what`, and keep it for the next jump. Callers raise it."""
+        """Return the error for a task that would wait for `what`, and keep it for the next jump.
+
+        Callers in the thread of the loop raise it.
+        """
         # The loop raises the error at its next jump too, because code between the task and the loop may swallow it.
         self._refused = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
@@ -108,7 +111,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float | None) -> None:
         """Advance the clock by `seconds`. The selector calls this once in each pass of the loop.
 
-        `_TimedLoop` in `flash.simulate.world` overrides it to measure the real time of each pass.
+        Subclasses override it, for example to measure the real time of each pass (`flash.simulate.world`).
 
         `seconds` is 0 if a task can run. It is None if no timer is set, so that the loop would wait for an event
         without a timeout.

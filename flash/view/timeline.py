@@ -1,8 +1,8 @@
 """Timeline of a window of time, for the page of `flash view`: bars, or shares of time if bars would be too thin to see.
 
-`flash.view.app` calls `show_window` for each request of the page, which asks again when the user zooms. A *lane* has
-the activities of one worker, such as an engine or a trainer rank. `flash.observe.timeline` computes the shares of time
-that a lane spent on each activity.
+`flash.view.app` calls `show_window` for each request of the page. The page asks again when the user zooms, and from
+time to time while the run goes on. A *lane* has the activities of one worker, such as an engine or a trainer rank.
+`flash.observe.timeline` computes the shares of time that a lane spent on each activity.
 """
 
 from __future__ import annotations
