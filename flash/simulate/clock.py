@@ -55,8 +55,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._thread = threading.get_ident()
         """Id of the thread that runs the loop."""
-        self._refused: ContractError | None = None
-        """Error that the next jump raises; None if nothing was refused since the last jump."""
+        self._error: BaseException | None = None
+        """Error that the next jump raises: something was refused, or a callback has failed; None if there is none."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -102,11 +102,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         Callers in the thread of the loop raise it.
         """
         # The loop raises the error at its next jump too, because code between the task and the loop may swallow it.
-        self._refused = ContractError(
+        self._error = error = ContractError(
             f"{what} cannot be waited for on the virtual clock, which does not advance meanwhile; simulate it, or use "
             "the real clock"
         )
-        return self._refused
+        return error
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Keep the error of a callback or timer for the next jump. asyncio would only log it, and the run would go on.
+
+        Other reports are logged as usual. They come from the garbage collector, at any time.
+        """
+        if "handle" in context and "exception" in context:
+            self._error = self._error or context["exception"]
+        else:
+            super().call_exception_handler(context)
 
     def jump(self, seconds: float | None) -> None:
         """Advance the clock by `seconds`. The selector calls this once in each pass of the loop.
@@ -118,10 +128,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         Raises:
             ContractError: no task can ever run again, or something was refused.
+            Exception: a callback or timer has raised it.
         """
-        if self._refused is not None:
+        if self._error is not None:
             # The error is forgotten first, so that the loop can still run the cancelled tasks to their end.
-            error, self._refused = self._refused, None
+            error, self._error = self._error, None
             raise error
         if seconds is None:
             raise ContractError(

@@ -229,3 +229,13 @@ def test_an_error_of_the_program_passes_through():
 
     with pytest.raises(KeyError, match="mine"):
         run_virtual(fail)
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_an_error_of_a_callback_passes_through(delay: float):
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(delay, [].remove, "missing")
+        await anyio.sleep(10.0)
+
+    with pytest.raises(ValueError, match="not in list"):
+        run_virtual(main)

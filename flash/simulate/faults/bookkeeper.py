@@ -9,10 +9,8 @@ steps again. It may go back only for a reason in the drawn scenario (`_may_forge
 from __future__ import annotations
 
 import math
-import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,14 +254,6 @@ class Bookkeeper:
         """Check that the error with which a node or a rank has ended has a cause among the faults."""
         self.event("process failed", name=name, error=type(error).__name__)
         self._check_explained(error)
-
-    def callback_failed(self, _: object, context: dict[str, Any]) -> None:
-        """Note an error of a callback or timer, which ends no process. Implements the exception handler of asyncio."""
-        error = context.get("exception")
-        if "handle" in context and error is not None:  # other reports come from the garbage collector, at any time
-            place = traceback.extract_tb(error.__traceback__)[-1].name
-            with suppress(BrokenLaw):  # asyncio would only log it
-                self.require(False, f"no callback raises an error: {error!r} in {place}")
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

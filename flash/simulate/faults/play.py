@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import shutil
@@ -73,9 +72,9 @@ def play(scenario: Scenario, *, make: type[Cluster] = Cluster, with_reference: b
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             options = {"loop_factory": FaultLoop}
             played = anyio.run(partial(_play, scenario, folder, book, make), backend="asyncio", backend_options=options)
-    except Exception as error:  # the loop itself has ended the run, because nothing can happen any more
+    except Exception as error:  # the loop has ended the run: nothing can happen any more, or a callback has failed
         cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-        law = book.broken or f"{STUCK}: {' '.join(str(cause).split())[:LONGEST_LAW]}"
+        law = book.broken or f"{STUCK}: {type(cause).__name__}: {' '.join(str(cause).split())[:LONGEST_LAW]}"
         played = Played(scenario.seed, law, book.kinds, 0.0, [*book.events, {"what": "end", "law": law}])
     finally:
         logging.disable(logging.NOTSET)
@@ -104,7 +103,6 @@ def _checked_speed(scenario: Scenario, played: Played) -> Played:
 async def _play(scenario: Scenario, folder: Path, book: Bookkeeper, make: type[Cluster]) -> Played:
     """Play a scenario on the running virtual clock, with its files in an empty folder."""
     law, late = "", 0.0
-    asyncio.get_running_loop().set_exception_handler(book.callback_failed)
     try:
         async with anyio.create_task_group() as tasks:
             cluster = make(scenario, folder, book, tasks)
