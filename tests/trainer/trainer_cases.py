@@ -304,7 +304,10 @@ class Rank(ForkedProcess):
     """Process of one of several ranks, forked from a server that has imported the ranks' modules."""
 
     server = ForkServer(
-        *(f"tests.trainer.{name}_ranks" for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card"))
+        *(
+            f"tests.trainer.{name}_ranks"
+            for name in ("two", "two_critic", "two_logprob", "parallel", "absent", "card", "streamed")
+        )
     )
 
 

@@ -106,7 +106,6 @@ CASES: dict[str, dict[str, Any]] = {
             ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
         )
     },
-    "rounds": {"rounds": [4, 3, 1, 5], "aged": True, "algorithm": {"corrections": [{"kind": "icepop", "low": 0.5}]}},
     "rounds, adapters and minibatches": {
         "rounds": [4, 4, 5], "aged": True, "lora": {"rank": 4}, "train": {"minibatches": 2},
         "algorithm": {"options": {"proximal": "ewma"}, "kl": {"coefficient": 0.3}},
