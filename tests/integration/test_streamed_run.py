@@ -14,11 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flash.cli.main import main
+from flash.observe.rundir.recording import read_batch
+from flash.observe.rundir.rundir import RunDirectory
 from tests.integration.whole_run import Run, balanced
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 SLOW = """
+from pathlib import Path
 import anyio
 from envs.arithmetic import Arithmetic
 
@@ -26,6 +30,8 @@ class Mine(Arithmetic):
     async def reset(self, seed):
         # Every third problem begins late, so that the other groups of its batch can be trained meanwhile.
         await anyio.sleep(1.0 if seed % 3 == 0 else 0.0)
+        while seed % 3 == 0 and Path(__file__).with_name("hold").exists():
+            await anyio.sleep(0.02)
         return await super().reset(seed)
 """
 STEPS = 6
@@ -92,3 +98,48 @@ def test_a_streamed_run_trains_each_sample_once_whatever_dies_in_the_middle_of_a
     assert len(groups) == len(members) == STEPS * 32 // 4
     assert set(members.values()) == {4}
     run.nothing_left()
+
+
+def trained_at(run: Run) -> list[float]:
+    """Return the times at which ranks began to train a round."""
+    return [span.start for span in RunDirectory(run.directory).read_spans() if span.name == "train"]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_run_that_was_interrupted_in_the_middle_of_a_step_is_resumed_and_replayed_to_the_same_weights(
+    start: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], minibatches: int
+) -> None:
+    """With two minibatches, the interrupt can come after an update, and the resumed run then trains steps again."""
+    (tmp_path / "beside_the_config.py").write_text(SLOW)
+    overrides = (
+        *("train.async_ratio=0", f"train.minibatches={minibatches}", "algorithm.objective=decoupled_ppo"),
+        *("algorithm.options={proximal='ewma'}", "checkpoint.every=1000", "eval.every=0"),
+        *("train.stream=true", "env.path=beside_the_config:Mine"),
+    )
+    run = start(*overrides, "run.steps=1000")
+    run.until(lambda: len(run.rows()) >= 2)
+    hold = tmp_path / "hold"
+    hold.touch()
+    # In this step or the next one the late groups are held, and a rank has trained a round of the others.
+    run.until(lambda: any(begun > run.rows()[-1]["time"] for begun in trained_at(run)))
+    time.sleep(0.5)  # further rounds are likely to be trained, and with them the first minibatch
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.text()
+    hold.unlink()
+    done = len(run.rows())
+    saved = [int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").glob("step-*")]
+    saves = minibatches == 1 or f"writing a checkpoint of version {done}" in run.text()
+    assert saved == ([done] if saves else []), run.text()
+    resumed = start(*overrides, f"run.steps={done + 2}", "--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert "Traceback" not in resumed.text()
+    assert "other weights than before" not in resumed.text()
+    assert [row["step"] for row in resumed.rows()] == list(range(done + 2))
+    ledger = resumed.summary()["ledger"]
+    assert balanced(ledger), ledger
+    assert ledger["trained"] == (done + 2) * 32, ledger
+    assert max(len(read_batch(run.directory / "batches", step).rounds) for step in range(done, done + 2)) > 1
+    assert main(["replay", str(run.directory)]) == 0
+    made = f"version {done + 2}: every weight equals the checkpoint's (step-{done + 2:06d})"
+    assert made in capsys.readouterr().out
+    resumed.nothing_left()
