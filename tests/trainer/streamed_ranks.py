@@ -144,7 +144,7 @@ def main(folder: Path, rank: int) -> None:
     results: dict[tuple[str, str], Any] = {}
     for name, case in CASES.items():
         shard, minibatches = case.shard(), case.tables.get("train", {}).get("minibatches", 1)
-        for way, sizes in (("whole", [len(shard.samples)]), ("rounds", case.rounds)):
+        for way, sizes in (("whole", []), ("rounds", case.rounds)):
             trainer = trainer_of(folder, case)
             rounds = rounds_of(shard, sizes, trainer.mesh.data_shards, minibatches)
             mine = [shards[trainer.mesh.data_shard] for shards in rounds]

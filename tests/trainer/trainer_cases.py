@@ -287,7 +287,10 @@ def part_of(shard: Shard, indices: list[int]) -> Shard:
 
 
 def rounds_of(shard: Shard, sizes: list[int], shards: int = 1, minibatches: int = 1) -> list[list[Shard]]:
-    """Return the shards of each round of a complete batch, as the hub deals them. A round has `sizes` samples."""
+    """Return the shards of each round of a complete batch, as the hub deals them.
+
+    A round has `sizes` samples. If `sizes` is empty, the batch is not divided into rounds.
+    """
     trajectories = [sample.trajectory for sample in shard.samples]
     batch = Batch(shard.step, shard.min_version, trajectories, shard.earlier, sizes)
     return [run_to_end(split_into_shards(one, shards, minibatches, place)) for one, place in split_rounds(batch)]
