@@ -82,11 +82,6 @@ class Case(NamedTuple):
     """Number of samples of each round."""
 
 
-def train(**settings: Any) -> dict[str, dict[str, Any]]:
-    """Return tables with these settings of [train], and with a proximal policy that may be streamed with them."""
-    return {"train": settings, "algorithm": {"options": {"proximal": "ewma"}}}
-
-
 REPLAY = {"rollout": {"routing_replay": True}}
 AVERAGE = {"options": {"proximal": "ewma"}}
 """Proximal policy with which minibatches can be streamed."""
