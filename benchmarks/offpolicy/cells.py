@@ -1,15 +1,11 @@
-"""Cells of the off-policy comparison, their results, and the folder of these.
+"""Cells of the off-policy comparison, and the file of their results.
 
-A cell is one training run: a method, an age of its data, a seed, and the setting that all cells share. The name of its
-file has a digest of all of these, and the file appears only when it is complete: a cell that was interrupted has none.
-This module needs no torch.
+A cell is one training run: a method, an age of its data, a seed, and the setting that all cells share. This module
+needs no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,6 @@ import msgspec
 
 from flash.config.tree import Config
 
-RECIPE = 1
-"""Part of each digest: raised when the harness makes other results from the same cell."""
 FINAL_POINTS = 3
 """Last evaluations of a run whose mean is its final accuracy: a single one depends on where it happens to fall."""
 COLLAPSED = 0.5
@@ -75,7 +69,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """An objective that is compared, with its options."""
 
     key: str
-    """Short name, unique; part of file names."""
+    """Short name, unique."""
     objective: str
     """Name of the objective, as in `algorithm.objective`."""
     options: dict[str, Any] = {}
@@ -109,25 +103,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the problems and of the sampling."""
     setting: Setting = Setting()
 
-    @property
-    def name(self) -> str:
-        """Name of the file; two cells that differ in anything have different names."""
-        made_from = msgspec.json.encode((RECIPE, self), order="sorted")
-        digest = hashlib.blake2b(made_from, digest_size=5).hexdigest()
-        ages = "m" if self.mixed else "a"  # mixed ages, or one age
-        return f"{self.method.key}-{ages}{self.alpha}-s{self.seed}-{digest}"
-
     def config(self) -> Config:
         """Return the configuration of the trainer in the cell's process, on the CPU and without a hub.
 
-        `benchmarks.offpolicy.run.make_model` makes the model from it, too. `Setting.eval_every` and `mixed` set no key,
-        because `benchmarks.offpolicy.harness` evaluates and chooses the ages of a batch itself.
+        The model is made from it, too. `Setting.eval_every` and `mixed` set no key, because
+        `benchmarks.offpolicy.harness` evaluates and chooses the ages of a batch itself.
         """
         setting, method = self.setting, self.method
         lag = None if method.budget is None else {"budget": method.budget}
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}
         tables |= {
-            "run": {"name": self.name, "steps": setting.steps, "seed": self.seed},
+            "run": {"name": "offpolicy", "steps": setting.steps, "seed": self.seed},
             "model": {"path": setting.model_path, "dtype": "float32", "max_length": 64},
             "tiny_model": {
                 "layers": setting.layers,
@@ -188,36 +174,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.final < self.start or self.final < COLLAPSED * max(point.accuracy for point in self.curve)
 
 
-class Folder:
-    """Folder of finished cells, one file each. The process of a cell saves its result, and the starter finds it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-
-    def file(self, cell: Cell) -> Path:
-        """Return the file of the cell's result."""
-        return self.path / f"{cell.name}.json"
-
-    def find(self, cell: Cell) -> Result | None:
-        """Return the cell's result; None if it is not finished. A damaged file counts as not finished."""
-        try:
-            found = msgspec.json.decode(self.file(cell).read_bytes(), type=Result)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return None
-        return found if found.cell == cell else None  # two cells might have the same digest
-
-    def save(self, result: Result) -> None:
-        """Write the result to its file, which appears as a whole or not at all."""
-        aside = self.file(result.cell).with_suffix(f".{os.getpid()}.tmp")
-        aside.write_bytes(msgspec.json.encode(result))
-        aside.replace(self.file(result.cell))
-
-    def finished(self, cells: Iterable[Cell]) -> list[Result]:
-        """Return the results that exist, in the order of the cells."""
-        return [result for result in map(self.find, cells) if result is not None]
+def read_results(file: Path) -> list[Result]:
+    """Return the results of a file, which has one on each line; none if there is no file."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [msgspec.json.decode(line, type=Result) for line in lines]
 
 
-def write_lines(results: Iterable[Result], file: Path) -> None:
-    """Write all results to one file, a line each."""
-    file.write_bytes(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
+def append_result(file: Path, result: Result) -> None:
+    """Append a line with a result to a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as lines:
+        lines.write(msgspec.json.encode(result) + b"\n")

@@ -5,8 +5,7 @@ own (`flash.trainer.step.Trainer`, one rank). There are no engines and no hub: a
 each version as soon as it is made, and the batches, or the parts of mixed batches, wait in a queue until they have the
 age of the cell.
 
-`benchmarks.offpolicy.run` starts this module as a process for each cell, with the cell as JSON in its standard input:
-`python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL`. The result is written into the folder.
+`benchmarks.offpolicy.run` calls `train_cell` in a process for each cell.
 
 Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = vocabulary,
 R = answers of all prompts, T = tokens of an answer.
@@ -14,25 +13,20 @@ R = answers of all prompts, T = tokens of an answer.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar, cast
 
-import msgspec
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 
 from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
-from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
+from benchmarks.offpolicy.cells import Cell, Point, Result
 from flash.errors import ContractError
+from flash.foreign.torch import single_process_group
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.model import named_full_tensors
 from flash.trainer.step import Trainer
@@ -244,26 +238,15 @@ def check_parity(trainer: Trainer, answer: Answer) -> None:
         )
 
 
-def run_described(argv: list[str] | None = None) -> None:
-    """Run the cell that standard input describes, and save its result. `benchmarks.offpolicy.run` starts this.
+def train_cell(cell: Cell) -> tuple[Cell, Result | str]:
+    """Train a cell on one core, in a process that does nothing else.
 
-    `argv` are the arguments of the program; None: those of the command line.
+    Returns the cell with its result, or with the traceback of its error, so that the other cells go on.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy.harness", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--core", type=int)
-    args = parser.parse_args(argv)
-    if args.core is not None:
-        os.sched_setaffinity(0, {args.core})
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    cell = msgspec.json.decode(sys.stdin.buffer.read(), type=Cell)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        Folder(args.folder).save(run(cell))
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_described()
+    with single_process_group("gloo"):
+        try:
+            return cell, run(cell)
+        except Exception:
+            return cell, traceback.format_exc()

@@ -2,32 +2,28 @@
 
 Every cell is one run of the system's own trainer in one process on one core: a method, an age of 0 to 16 versions, a
 seed. All share the model, the batches' problems, the learning rate and two updates per version. A cell counts as
-collapsed when its final accuracy is below half of its own best or below its start. Finished cells are kept in a folder
-and not run again, so the grid can be run in pieces.
+collapsed when its final accuracy is below half of its own best or below its start. The results of finished cells are
+kept in a file, a line each, and these cells are not run again. So the grid can be run in pieces.
 
-Further options: --cells FOLDER (default outputs/offpolicy), --workers N (default: one per usable core), --methods A,B,…
-and --alphas 0,2,… and --seeds N (a part of the grid), --learning-rate R (another one, for all cells), --budgets B,…
-(each method also held to budgets of `algorithm.lag`; 0 is without), --mixed (every batch has tokens of all ages up to
-alpha), --keep FILE (all finished cells as JSON lines).
+Further options: --cells FILE (the results, by default outputs/offpolicy.jsonl), --methods A,B,… and --alphas 0,2,… and
+--seeds N (a part of the grid), --learning-rate R (another one, for all cells), --budgets B,… (each method also held to
+budgets of `algorithm.lag`; 0 is without), --mixed (every batch has tokens of all ages up to alpha).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import multiprocessing
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import anyio
 import msgspec
 
 from benchmarks.form import Args, Row, main
-from benchmarks.offpolicy.cells import Cell, Folder, Method, Result, Setting, write_lines
+from benchmarks.offpolicy.cells import Cell, Method, Result, Setting, append_result, read_results
 from benchmarks.plots import lines
 from flash.observe.stats import Interval, mean_interval
 
@@ -55,11 +51,14 @@ QUICK = Setting(steps=24, eval_every=8, problems=128)
 """Setting of `--quick`."""
 QUICK_METHODS, QUICK_ALPHAS = ("grpo", "decoupled_ppo"), (0, 8)
 """Methods and ages of `--quick`."""
-CELL_TIMEOUT_S = 900
-"""Longest run of a cell. It takes a minute where it has a core for itself, with a critic one and a half."""
+CELL_TIMEOUT_S = 1800
+"""Longest time in which no cell ends. A cell takes a minute where it has a core for itself, with a critic one and a
+half."""
 
-RunCell = Callable[[Cell, Path, int | None], Awaitable[str]]
-"""Runs a cell with a folder for its result on a core, and returns its error output; see `run_cell`."""
+T = TypeVar("T")
+Found = TypeVar("Found")
+TrainCells = Callable[[Sequence[Cell]], Iterable[tuple[Cell, Result | str]]]
+"""Trains cells. Yields each with its result, or with the text of its error; see `train_cells`."""
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -165,77 +164,31 @@ def accuracy_table(summaries: Sequence[Summary]) -> str:
 # -- cells -----------------------------------------------------------------------------------------------------------
 
 
-class Pool:
-    """Runs the cells that have no result yet, one process each, one core each.
+def train_cells(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result | str]]:
+    """Train cells, and yield each as soon as it ends: with its result, or with the text of its error.
 
-    Args:
-        cells: all cells of the grid, in the order in which they are run.
-        folder: folder of the results.
-        workers: number of cells that run at once.
-        run_cell: runs a cell; tests replace it.
+    Each usable core trains one cell at a time. The model of all cells is made first, unless it exists, because
+    processes that make it at the same time would disturb each other.
     """
+    from benchmarks.offpolicy.harness import train_cell
+    from flash.run.models import make_missing_models
 
-    def __init__(self, cells: list[Cell], folder: Path, workers: int, run_cell: RunCell) -> None:
-        self._cells = cells
-        self._folder = Folder(folder)
-        self._workers = workers
-        self._run_cell = run_cell
-        self.failures: list[str] = []
-        """Error output of the cells that ended without a result."""
-
-    def missing(self) -> list[Cell]:
-        """Return the cells without a result."""
-        return [cell for cell in self._cells if self._folder.find(cell) is None]
-
-    async def run(self) -> None:
-        """Run the missing cells in order. Waits for their processes; each cell that succeeds leaves a file."""
-        waiting = iter(self.missing())  # one iterator for all workers, so that each cell is taken once
-        cores = sorted(os.sched_getaffinity(0))
-        async with anyio.create_task_group() as workers:
-            for number in range(self._workers):
-                workers.start_soon(self._work, waiting, cores[number % len(cores)])
-
-    async def _work(self, waiting: Iterable[Cell], core: int) -> None:
-        """Run cells on one core until none is waiting, and print the result of each. Workers share `waiting`."""
-        for cell in waiting:
-            begun = time.monotonic()
-            problem = await self._run_cell(cell, self._folder.path, core)
-            result = self._folder.find(cell)  # the process has written it, if it has succeeded
-            case = f"{cell.method.title}, α = {cell.alpha}, seed {cell.seed}"
-            if result is None:
-                self.failures.append(f"{case}: {problem}")
-            outcome = "failed" if result is None else f"{result.start:.3f} → {result.final:.3f}"
-            done = f"{len(self._cells) - len(self.missing())}/{len(self._cells)}"
-            print(f"[{done}] {case}: {outcome} in {time.monotonic() - begun:.0f} s", flush=True)
+    make_missing_models(cells[0].config())
+    return in_processes(train_cell, cells, len(os.sched_getaffinity(0)), CELL_TIMEOUT_S)
 
 
-async def run_cell(
-    cell: Cell, folder: Path, core: int | None, python: str = sys.executable, timeout_s: float = CELL_TIMEOUT_S
-) -> str:
-    """Run one cell in a process, which is killed after `timeout_s`, or if the caller is cancelled.
+def in_processes(call: Callable[[T], Found], values: Sequence[T], workers: int, timeout_s: float) -> Iterator[Found]:
+    """Call a function with each of `values`, `workers` at once, and yield the results in the order of their ends.
 
-    Returns the end of its error output, which may be warnings of a cell that succeeded, or a sentence that it has not
-    finished. `core` is the core that it is pinned to; None: any. `folder` gets the result, if the cell succeeds. Tests
-    replace `python` and `timeout_s`.
+    Each call has a new process. All processes have ended when the iterator is exhausted or closed.
+
+    Raises:
+        multiprocessing.TimeoutError: no call has ended for `timeout_s` seconds.
     """
-    command = [python, "-m", "benchmarks.offpolicy.harness", str(folder)]
-    command += [] if core is None else ["--core", str(core)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    # A process whose start is interrupted would be forgotten.
-    with anyio.CancelScope(shield=True):
-        process = await anyio.open_process(command, stdout=subprocess.DEVNULL, env=env)
-    async with process:
-        assert process.stdin is not None
-        assert process.stderr is not None
-        with anyio.move_on_after(timeout_s):
-            with contextlib.suppress(anyio.BrokenResourceError):
-                await process.stdin.send(msgspec.json.encode(cell))
-            await process.stdin.aclose()
-            errors = b"".join([chunk async for chunk in process.stderr])
-            await process.wait()
-            return errors.decode(errors="replace").strip()[-2000:]
-        process.kill()  # the end of the block waits for the process
-    return f"not finished after {timeout_s:g} s"
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        found = pool.imap_unordered(call, values)
+        for _ in values:
+            yield found.next(timeout_s)
 
 
 def grid(
@@ -262,25 +215,10 @@ def grid(
     ]
 
 
-def make_model(cell: Cell) -> None:
-    """Make the warm-started model of all cells, unless it exists. `cell` is any of them.
-
-    This happens before any cell runs, because processes that make it at the same time would disturb each other.
-    """
-    from flash.run.models import make_missing_models
-
-    make_missing_models(cell.config())
-
-
-def measure(
-    options: argparse.Namespace,
-    args: Args,
-    run_cell: RunCell = run_cell,
-    make_model: Callable[[Cell], object] = make_model,
-) -> list[Row]:
+def measure(options: argparse.Namespace, args: Args, train_cells: TrainCells = train_cells) -> list[Row]:
     """Run the cells that the options name and that have no result yet, and return the rows of all cells that have one.
 
-    `benchmarks.form.main` calls this. `run_cell` and `make_model` are replaced by tests.
+    `benchmarks.form.main` calls this. Tests replace `train_cells`.
     """
     setting = QUICK if args.quick else SETTING
     if options.learning_rate is not None:
@@ -293,17 +231,20 @@ def measure(
         options.budgets,
         mixed=options.mixed,
     )
-    make_model(cells[0])
-    pool = Pool(cells, options.cells, options.workers, run_cell)
-    anyio.run(pool.run)
-    results = Folder(options.cells).finished(cells)
-    for failure in pool.failures:
-        print(f"\nno result of {failure}")
-    if missing := pool.missing():
-        print(f"\n{len(missing)} of {len(cells)} cells are missing; the same command runs them")
-    if options.keep is not None:
-        write_lines(results, options.keep)
-    summaries = summarise(results)
+    recorded = read_results(options.cells)
+    missing = [cell for cell in cells if all(result.cell != cell for result in recorded)]
+    for cell, result in train_cells(missing) if missing else ():
+        case = f"{cell.method.title}, α = {cell.alpha}, seed {cell.seed}"
+        if isinstance(result, Result):
+            append_result(options.cells, result)
+            recorded.append(result)
+            print(f"{case}: {result.start:.3f} → {result.final:.3f}", flush=True)
+        else:
+            print(f"{case} failed: {result}", flush=True)
+    found = [result for cell in cells for result in recorded if result.cell == cell]
+    if lost := len(cells) - len(found):
+        print(f"\n{lost} of {len(cells)} cells have no result; the same command runs them")
+    summaries = summarise(found)
     print(f"\n{accuracy_table(summaries)}\n")
     return rows(summaries)
 
@@ -324,15 +265,13 @@ def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy", add_help=False, allow_abbrev=False)
-    parser.add_argument("--cells", type=Path, default=Path("outputs/offpolicy"))
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cells", type=Path, default=Path("outputs/offpolicy.jsonl"))
     parser.add_argument("--methods", type=methods)
     parser.add_argument("--alphas", type=integers)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--budgets", type=lambda text: [float(part) for part in text.split(",")], default=(0,))
     parser.add_argument("--mixed", action="store_true")
-    parser.add_argument("--keep", type=Path)
     return parser.parse_known_args(argv)
 
 

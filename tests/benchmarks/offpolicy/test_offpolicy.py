@@ -1,28 +1,28 @@
 from __future__ import annotations
 
-import os
-from functools import partial
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import anyio
 import msgspec
 import pytest
 import torch
 
 from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
+from benchmarks.form import Args
 from benchmarks.offpolicy import run as offpolicy
-from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, Setting, write_lines
+from benchmarks.offpolicy.cells import Cell, Method, Point, Result, Setting, append_result, read_results
 from benchmarks.offpolicy.harness import Rollouts, Sampler, aged, batches
 from benchmarks.offpolicy.run import (
     METHODS,
     SETTING,
-    Pool,
     accuracy_table,
     grid,
+    in_processes,
     measure,
     own_options,
     rows,
-    run_cell,
     summarise,
 )
 from benchmarks.plots import lines
@@ -33,10 +33,6 @@ from flash.types import Task
 ROOT = Path(__file__).parents[3]
 
 GRPO, DECOUPLED = (next(method for method in METHODS if method.key == key) for key in ("grpo", "decoupled_ppo"))
-
-
-def read_lines(file: Path) -> list[Result]:
-    return [msgspec.json.decode(line, type=Result) for line in file.read_bytes().splitlines()]
 
 
 def a_result(*accuracies: float, method: Method = GRPO, alpha: int = 0, seed: int = 0) -> Result:
@@ -182,17 +178,34 @@ def test_each_answer_is_judged_by_its_own_problem() -> None:
 # -- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_cell_is_found_again_and_a_half_written_one_is_not(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "cells")
-    result = a_result(0.2, 0.6)
-    assert folder.find(result.cell) is None
-    folder.save(result)
-    assert folder.find(result.cell) == result
-    assert [file.name for file in folder.path.iterdir()] == [f"{result.cell.name}.json"]
-    whole = folder.file(result.cell).read_bytes()
-    folder.file(result.cell).write_bytes(whole[: len(whole) // 2])
-    assert folder.find(result.cell) is None
-    assert folder.finished([result.cell]) == []
+class FakeCells:
+    """Ends all cells at once, but those of one age fail."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.ran: list[Cell] = []
+        self.fails = fails
+
+    def __call__(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result | str]]:
+        for cell in cells:
+            self.ran.append(cell)
+            result = msgspec.structs.replace(a_result(0.2, 0.6), cell=cell)
+            yield cell, "out of luck" if cell.alpha == self.fails else result
+
+
+def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results" / "cells.jsonl"
+    options, _ = own_options(["--cells", str(file), "--seeds", "2"])
+    first, second, third = FakeCells(fails=8), FakeCells(), FakeCells()
+    measured = measure(options, Args(quick=True), first)
+    assert {row.case for row in measured} == {"grpo, α = 0", "decoupled_ppo, α = 0"}
+    out = capsys.readouterr().out
+    assert "grpo, α = 8, seed 0 failed: out of luck" in out
+    assert "4 of 8 cells have no result" in out
+    measure(options, Args(quick=True), second)
+    assert (len(first.ran), [cell.alpha for cell in second.ran]) == (8, [8] * 4)
+    measure(options, Args(quick=True), third)
+    assert third.ran == []
+    assert sorted(result.cell.alpha for result in read_results(file)) == [0] * 4 + [8] * 4
 
 
 @pytest.mark.parametrize(
@@ -205,91 +218,39 @@ def test_a_finished_cell_is_found_again_and_a_half_written_one_is_not(tmp_path: 
         Cell(method=msgspec.structs.replace(GRPO, options={"clip_high": 0.28}), alpha=0, seed=0),
     ],
 )
-def test_cells_that_differ_in_anything_have_files_of_their_own(tmp_path: Path, other: Cell) -> None:
-    folder = Folder(tmp_path)
-    folder.save(a_result(0.2, 0.6))
-    assert folder.find(other) is None
+def test_a_cell_that_differs_in_anything_has_no_result_yet(tmp_path: Path, other: Cell) -> None:
+    append_result(tmp_path / "cells.jsonl", a_result(0.2, 0.6))
+    assert all(result.cell != other for result in read_results(tmp_path / "cells.jsonl"))
 
 
 def test_results_survive_as_lines(tmp_path: Path) -> None:
     results = [a_result(0.2, 0.6), a_result(0.2, 0.5, alpha=8)]
-    write_lines(results, tmp_path / "cells.jsonl")
-    assert read_lines(tmp_path / "cells.jsonl") == results
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 2
+    for result in results:
+        append_result(tmp_path / "cells.jsonl", result)
+    assert read_results(tmp_path / "cells.jsonl") == results
 
 
-# -- the pool --------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------------------------
 
 
-class FakeCells:
-    """Runs cells at once, but those of one alpha fail."""
-
-    def __init__(self, fails: int | None = None) -> None:
-        self.ran: list[str] = []
-        self.fails = fails
-
-    async def __call__(self, cell: Cell, folder: Path, core: int | None) -> str:
-        self.ran.append(cell.name)
-        if cell.alpha == self.fails:
-            return "out of luck"
-        result = a_result(0.2, 0.6, method=cell.method, alpha=cell.alpha, seed=cell.seed)
-        Folder(folder).save(msgspec.structs.replace(result, cell=cell))
-        return ""
+def test_cells_that_run_end_with_the_grid() -> None:
+    running = in_processes(time.sleep, [0.0, 300.0, 300.0], 2, 60.0)
+    next(running)
+    assert multiprocessing.active_children()
+    running.close()
+    assert multiprocessing.active_children() == []
 
 
-CELLS = grid(SETTING, ["grpo", "decoupled_ppo"], [0, 8], 2)
-
-
-def test_a_grid_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    fake = FakeCells(fails=8)
-    first = Pool(CELLS, tmp_path, 2, fake)
-    anyio.run(first.run)
-    assert sorted(fake.ran) == sorted(cell.name for cell in CELLS)
-    assert len(first.failures) == 4
-    assert all("out of luck" in failure for failure in first.failures)
-
-    fake.ran, fake.fails = [], None
-    second = Pool(CELLS, tmp_path, 2, fake)
-    missing = second.missing()
-    assert [cell.alpha for cell in missing] == [8] * 4
-    anyio.run(second.run)
-    assert sorted(fake.ran) == sorted(cell.name for cell in missing)
-    assert second.missing() == []
-
-
-def test_a_cell_ends_with_the_grid(tmp_path: Path) -> None:
-    sleeper = tmp_path / "python"
-    sleeper.write_text(f"#!/bin/sh\necho $$ >>{tmp_path}/pids; exec sleep 300\n")
-    sleeper.chmod(0o755)
-    pids = tmp_path / "pids"
-    pids.touch()
-
-    async def interrupted() -> None:
-        async with anyio.create_task_group() as group:
-            group.start_soon(Pool(CELLS, tmp_path, 2, partial(run_cell, python=str(sleeper))).run)
-            while len(pids.read_text().split()) < 2:  # noqa: ASYNC110 (nothing tells when a process has begun)
-                await anyio.sleep(0.01)
-            group.cancel_scope.cancel()
-
-    anyio.run(interrupted)
-    for pid in map(int, pids.read_text().split()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_a_cell_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    sleeper = tmp_path / "python"
-    sleeper.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid; exec sleep 300\n")
-    sleeper.chmod(0o755)
-    assert anyio.run(partial(run_cell, CELLS[0], tmp_path, None, str(sleeper), 0.5)) == "not finished after 0.5 s"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+def test_cells_that_take_too_long_are_killed() -> None:
+    with pytest.raises(multiprocessing.TimeoutError):
+        next(in_processes(time.sleep, [300.0], 1, 0.5))
+    assert multiprocessing.active_children() == []
 
 
 def test_the_grid_is_all_methods_ages_and_seeds_one_seed_after_the_other() -> None:
     cells = grid(SETTING, [method.key for method in METHODS], offpolicy.ALPHAS, offpolicy.SEEDS)
     assert len(cells) == 162
-    assert len({cell.name for cell in cells}) == 162
+    assert all(cells.count(cell) == 1 for cell in cells)
     assert {cell.seed for cell in cells[:54]} == {0}
 
 
@@ -302,7 +263,8 @@ def test_each_method_is_also_held_to_the_budgets() -> None:
     held = cells[1].config().algorithm.lag
     assert held is not None
     assert held.budget == 0.04
-    assert len({cell.name for cell in (*cells, *grid(SETTING, ["grpo"], [0, 8], 1))}) == 8
+    together = [*cells, *grid(SETTING, ["grpo"], [0, 8], 1)]
+    assert all(together.count(cell) == 1 for cell in together)
 
 
 def test_the_common_options_are_left_to_the_common_form() -> None:
@@ -315,19 +277,6 @@ def test_an_unknown_method_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         own_options(["--methods", "grop"])
     assert "grop" in capsys.readouterr().err
-
-
-def test_a_comparison_reports_what_is_there_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.form import Args
-
-    kept = tmp_path / "kept.jsonl"
-    options, _ = own_options(["--cells", str(tmp_path / "cells"), "--workers", "1", "--keep", str(kept)])
-    measured = measure(options, Args(quick=True), FakeCells(fails=8), lambda cell: None)
-    assert {row.case for row in measured} == {"grpo, α = 0", "decoupled_ppo, α = 0"}
-    assert len(read_lines(kept)) == 2
-    out = capsys.readouterr().out
-    assert "out of luck" in out
-    assert "2 of 4 cells are missing" in out
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------
@@ -393,7 +342,7 @@ def test_the_tables_have_a_line_per_method_and_a_column_per_alpha() -> None:
 
 def test_the_table_of_the_documentation_is_that_of_the_kept_results() -> None:
     text = (ROOT / "docs" / "figures.md").read_text()
-    assert accuracy_table(summarise(read_lines(ROOT / "benchmarks" / "results" / "offpolicy_cells.jsonl"))) in text
+    assert accuracy_table(summarise(read_results(ROOT / "benchmarks" / "results" / "offpolicy_cells.jsonl"))) in text
 
 
 def test_the_plot_has_a_line_per_method_over_the_ages(tmp_path: Path) -> None:
