@@ -16,12 +16,15 @@ import msgspec
 
 from benchmarks.form import WORKLOADS, Args, Row, main_of
 from benchmarks.plots import bars, lines
-from benchmarks.simulated.peers.areal import Rules as Areal
-from benchmarks.simulated.peers.areal import areal
-from benchmarks.simulated.peers.roll_flash import AgenticRules as Agentic
-from benchmarks.simulated.peers.roll_flash import Rules, roll_agentic, roll_flash
-from benchmarks.simulated.peers.synchronous import Rules as Baseline
-from benchmarks.simulated.peers.synchronous import synchronous
+from benchmarks.simulated.peers.asynchronous import ArealRules, areal
+from benchmarks.simulated.peers.roll_flash import (
+    AgenticRules,
+    BaselineRules,
+    RollRules,
+    roll_agentic,
+    roll_flash,
+    synchronous,
+)
 from flash.config.tree import Config
 from flash.simulate.bounds import best_split, bounds, quantities
 from flash.simulate.report import SimReport
@@ -116,9 +119,9 @@ def queue_scheduling(args: Args) -> list[Row]:
     for groups, extra, published in FILTERED:
         steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)
         config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
-        batches_s = synchronous(config, Baseline(colocated=False, env_async=True, replicate=True)).step_s
+        batches_s = synchronous(config, BaselineRules(colocated=False, env_async=True, replicate=True)).step_s
         config = change(config, rollout={"extra_groups": groups + extra})
-        peer_s, report = roll_flash(config, Rules(extra_prompts=extra)).step_s, ours(config)
+        peer_s, report = roll_flash(config, RollRules(extra_prompts=extra)).step_s, ours(config)
         case = f"{groups}x8, {extra} extra prompts"
         rows += speedup(case, batches_s, report.step_s, peer_s, None, published)
     return rows
@@ -142,7 +145,7 @@ def prompt_replication(args: Args) -> list[Row]:
             rollout={"group_size": samples},
             train={"batch_size": prompts * samples},
         )
-        shared_s, peer_s = (roll_flash(config, Rules(replicate=replicate)).step_s for replicate in (False, True))
+        shared_s, peer_s = (roll_flash(config, RollRules(replicate=replicate)).step_s for replicate in (False, True))
         report = ours(config)
         rows += speedup(f"{prompts}x{samples}", shared_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
@@ -158,8 +161,8 @@ def env_async(args: Args) -> list[Row]:
     for sigma in (1, 10) if args.quick else (1, 2, 4, 6, 8, 10):
         latency = {"kind": "normal", "mean": 10, "deviation": sigma}
         config = workload("env_async", run={"steps": 2 if args.quick else 4}, simulate={"env_s": latency})
-        locked_s = synchronous(config, Baseline(colocated=False, replicate=True)).step_s
-        peer_s, report = roll_agentic(config, Agentic()).step_s, ours(config)
+        locked_s = synchronous(config, BaselineRules(colocated=False, replicate=True)).step_s
+        peer_s, report = roll_agentic(config, AgenticRules()).step_s, ours(config)
         published = 892 / 362 if sigma == 10 else None
         rows += speedup(f"sigma {sigma}", locked_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
@@ -174,11 +177,11 @@ def redundant_envs(args: Args) -> list[Row]:
     """
     rows: list[Row] = []
     config = workload("redundant_envs", run={"steps": 3 if args.quick else 6})
-    without_s = roll_agentic(config, Agentic()).step_s
+    without_s = roll_agentic(config, AgenticRules()).step_s
     for groups in (0, 4) if args.quick else (0, 2, 4, 8):
         for members in (0, 1) if args.quick else (0, 1, 2):
             case = f"{32 + groups}x{8 + members}"
-            peer = roll_agentic(config, Agentic(extra_groups=groups, extra_per_group=members))
+            peer = roll_agentic(config, AgenticRules(extra_groups=groups, extra_per_group=members))
             report = ours(config, extra_groups=groups, extra_per_group=members)
             rows += speedup(case, without_s, report.step_s, peer.step_s, None, None)
             waste = 1 - report.trained_tokens / report.generated_tokens
@@ -244,8 +247,8 @@ def async_ratio(args: Args) -> list[Row]:
         config = change(base, train={"async_ratio": ratio})
         report, peer, other = (
             ours(config),
-            roll_flash(config, Rules(async_ratio=ratio)),
-            areal(config, Areal(eta=ratio)),
+            roll_flash(config, RollRules(async_ratio=ratio)),
+            areal(config, ArealRules(eta=ratio)),
         )
         speed, bound = report.samples_per_s, batch / capacity_s(config, report)
         own[ratio] = speed
@@ -264,7 +267,7 @@ def async_ratio(args: Args) -> list[Row]:
         train={"batch_size": 256, "async_ratio": 2},
         simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
     )
-    oldest = areal(config, Areal(eta=2)).oldest_age
+    oldest = areal(config, ArealRules(eta=2)).oldest_age
     return [*rows, Row("stragglers, AReaL", "age_versions", "versions", max(ours(config).ages), peer=oldest)]
 
 
@@ -289,7 +292,7 @@ def gpu_split(args: Args) -> list[Row]:
             simulate={"gpus": GPUS, "rollout_gpus": serving},
         )
         report = ours(config)
-        peer = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).samples_per_s
+        peer = roll_flash(config, RollRules(async_ratio=config.train.async_ratio)).samples_per_s
         bound = batch / capacity_s(config, report)
         case = f"{serving} of {GPUS}"
         rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
@@ -342,7 +345,7 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
             simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
         )
         report = ours(config)
-        peers.append(roll_flash(config, Rules(async_ratio=ratio)).samples_per_s)
+        peers.append(roll_flash(config, RollRules(async_ratio=ratio)).samples_per_s)
         limits.append(batch / capacity_s(config, report))
         case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
         rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=limits[-1]))
@@ -350,7 +353,7 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
         streamed = ours(change(config, train={"stream": True})).samples_per_s
         rows.append(Row(f"{case}, streamed", "streamed_samples_per_s", "samples/s", streamed, bound=limits[-1]))
         if ratio == 2:
-            sync.append(synchronous(config, Baseline(env_async=True)).samples_per_s)
+            sync.append(synchronous(config, BaselineRules(env_async=True)).samples_per_s)
     case, ours_x = f"16 to 128 GPUs, {label}", own[-1] / own[0]
     peer, bound = peers[-1] / peers[0], limits[-1] / limits[0]
     rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
@@ -371,7 +374,7 @@ CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), 
 def end_to_end(args: Args) -> list[Row]:
     """Compare synchronous training with ROLL Flash's techniques, added one after the other, and with Flash.
 
-    RLVR has 128 GPUs and long answers. Agentic training has environments that step on their own, then asynchronous
+    RLVR has 128 GPUs and long answers. AgenticRules training has environments that step on their own, then asynchronous
     training, then redundant environments; Flash has the same settings at each step. The baseline uses all GPUs for
     generation and then for training, sends a prompt as one request, and steps its environments together. Its step takes
     the sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
@@ -379,8 +382,8 @@ def end_to_end(args: Args) -> list[Row]:
     smaller = {"batch_size": 512} if args.quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}
     config = workload("rlvr_long", run={"steps": 5 if args.quick else 7}, train=smaller, simulate=fewer)
-    baseline_s = synchronous(config, Baseline(env_async=True)).step_s
-    peer_s = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).step_s
+    baseline_s = synchronous(config, BaselineRules(env_async=True)).step_s
+    peer_s = roll_flash(config, RollRules(async_ratio=config.train.async_ratio)).step_s
     report, published = ours(config), None if args.quick else 2.24
     streamed, bound_s = ours(change(config, train={"stream": True})), capacity_s(config, report)
     rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, bound_s, published)
@@ -395,11 +398,11 @@ def agentic(name: str, quick: bool) -> list[Row]:
     config = workload(name, run={"steps": 3 if quick else 8}, train=smaller)
     ratio = config.train.async_ratio
     more = change(config, rollout={"extra_groups": groups, "extra_per_group": members})
-    baseline_s = synchronous(config, Baseline()).step_s
-    steps: tuple[tuple[str, Agentic, Config], ...] = (
-        ("environments on their own", Agentic(colocated=True), _turns(config)),
-        ("+ async training", Agentic(async_ratio=ratio), config),
-        ("+ redundant envs", Agentic(async_ratio=ratio, extra_groups=groups, extra_per_group=members), more),
+    baseline_s = synchronous(config, BaselineRules()).step_s
+    steps: tuple[tuple[str, AgenticRules, Config], ...] = (
+        ("environments on their own", AgenticRules(colocated=True), _turns(config)),
+        ("+ async training", AgenticRules(async_ratio=ratio), config),
+        ("+ redundant envs", AgenticRules(async_ratio=ratio, extra_groups=groups, extra_per_group=members), more),
     )
     rows: list[Row] = []
     for (technique, rules, mine), known in zip(steps, published, strict=True):

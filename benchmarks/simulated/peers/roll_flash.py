@@ -1,7 +1,8 @@
-"""ROLL Flash's rules for tasks of one turn and of many, on the simulated engines of `benchmarks.simulated.peers.world`.
+"""ROLL Flash's rules for tasks of one turn and of many, and its synchronous baseline, on simulated engines.
 
 ROLL Flash is the asynchronous mode of Alibaba's ROLL framework (paper: "Part II: ROLL Flash"). A prompt's candidates
-are one group. In tasks of one turn, each candidate is a task, which makes one request to an engine.
+are one group. In tasks of one turn, each candidate is a task, which makes one request to an engine. These are its rules
+for one turn:
 
 Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
 With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests
@@ -20,8 +21,9 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from benchmarks.simulated.peers.world import Finished, PeerReport, World
+from benchmarks.simulated.peers.world import Finished, Peer, PeerReport, World
 from flash.config.tree import Config
+from flash.rollout.episode.phases import LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Task
 
@@ -29,7 +31,7 @@ ENGINE_LIMIT = 128
 """Requests at once on an engine."""
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class RollRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ROLL Flash."""
 
     async_ratio: float = 0.0
@@ -40,7 +42,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """At least a batch plus this many prompts run at all times; None: no such minimum."""
 
 
-def roll_flash(config: Config, rules: Rules) -> PeerReport:
+def roll_flash(config: Config, rules: RollRules) -> PeerReport:
     """Simulate a whole run under ROLL Flash's rules for one turn on a new virtual clock."""
     return run_virtual(RollFlash(World(config, colocated=False, limit=ENGINE_LIMIT), rules).run)
 
@@ -73,12 +75,11 @@ class Cohort:
         return taken
 
 
-class RollFlash:
-    """ROLL Flash's rules for one turn, and the state of one run under them. An instance simulates one run."""
+class RollFlash(Peer[RollRules]):
+    """ROLL Flash's rules for one turn. The module's docstring describes them."""
 
-    def __init__(self, world: World, rules: Rules) -> None:
-        self._world = world
-        self._rules = rules
+    def __init__(self, world: World, rules: RollRules) -> None:
+        super().__init__(world, rules)
         self._cohorts: dict[int, Cohort] = {}
         """Prompts of each step that are not too old, by the number of the step."""
         self._step = -1
@@ -128,7 +129,7 @@ class RollFlash:
         extra = self._rules.extra_prompts
         most = 0 if extra is None else self._world.groups_per_batch + extra
         while running + self._completed < self._admitted or running < most:
-            tasks = self._world.tasks.issue(self._world.tasks.next_problem())
+            tasks = self._world.next_group()
             cohort = self._cohorts[self._step]
             cohort.running[tasks[0].group_id] = anyio.CancelScope()
             self._prompts.start_soon(self._prompt, tasks, cohort)
@@ -196,8 +197,8 @@ class _Episode:
         """True if the episode is too old for every later batch."""
 
 
-class RollAgentic:
-    """ROLL Flash's rules for many turns, and the state of one run under them. An instance simulates one run.
+class RollAgentic(Peer[AgenticRules]):
+    """ROLL Flash's rules for many turns.
 
     A fixed set of environments: G + `extra_groups` groups of `group_size` + `extra_per_group`. Each environment works
     on its own, and keeps to one engine. A group may open one episode per step, ⌈α⌉ ahead of the trainer; an environment
@@ -209,8 +210,7 @@ class RollAgentic:
     """
 
     def __init__(self, world: World, rules: AgenticRules) -> None:
-        self._world = world
-        self._rules = rules
+        super().__init__(world, rules)
         self._slots = world.groups_per_batch + rules.extra_groups
         """Number of groups of environments."""
         self._open: list[list[_Episode]] = [[] for _ in range(self._slots)]
@@ -221,8 +221,6 @@ class RollAgentic:
         """Complete episodes that no batch has taken yet."""
         self._step = -1
         """Current step; −1 before the first one."""
-        self._changed = anyio.Event()
-        """Set when an episode is complete or a step begins, and then replaced."""
 
     async def run(self) -> PeerReport:
         """Simulate every step of the run, and report it."""
@@ -256,11 +254,6 @@ class RollAgentic:
             self._open[slot] = [episode for episode in episodes if not episode.dropped]
         self._change()
 
-    def _change(self) -> None:
-        """Wake all tasks that wait for a change of the episodes."""
-        self._changed.set()
-        self._changed = anyio.Event()
-
     async def _environment(self, slot: int, assigned: int) -> None:
         """Run one environment, which plays an episode after the other until it is cancelled at the end of the run.
 
@@ -290,7 +283,7 @@ class RollAgentic:
             return None
         # Episodes of steps that went by without this group are skipped, not caught up with.
         self._opened[slot] = max(self._opened[slot], self._step) + 1
-        episode = _Episode(self._step, self._world.tasks.issue(self._world.tasks.next_problem()))
+        episode = _Episode(self._step, self._world.next_group())
         self._open[slot].append(episode)
         return episode
 
@@ -307,3 +300,64 @@ class RollAgentic:
                 self._complete = [episode for episode in self._complete if episode not in chosen]
                 return [episode.finished for episode in chosen]
             await self._changed.wait()
+
+
+# -- the synchronous baseline ----------------------------------------------------------------------------------------
+
+
+class BaselineRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the baseline."""
+
+    replicate: bool = False
+    """True if each sample of a prompt is a request of its own."""
+    env_async: bool = False
+    """True if each environment steps on its own; False if all step together."""
+    colocated: bool = True
+    """True if generation and training take turns on all GPUs."""
+
+
+def synchronous(config: Config, rules: BaselineRules = BaselineRules()) -> PeerReport:  # noqa: B008 (frozen)
+    """Simulate a whole run of the baseline on a new virtual clock."""
+    return run_virtual(Synchronous(World(config, colocated=rules.colocated), rules).run)
+
+
+class Synchronous(Peer[BaselineRules]):
+    """The synchronous baseline: generate a batch, then train on it, on the same GPUs.
+
+    B samples are issued at once and all are waited for; where groups are filtered, whole further batches are issued
+    until enough have passed. Rewards are computed after the generation of the batch. With `replicate` off the samples
+    of a prompt are one request, on one engine. With `env_async` off the environments step together. All engines are
+    updated after the step.
+    """
+
+    def __init__(self, world: World, rules: BaselineRules) -> None:
+        super().__init__(world, rules)
+        self._assignments = itertools.cycle(range(len(world.engines)))
+
+    async def run(self) -> PeerReport:
+        """Simulate every step of the run, and report it."""
+        world = self._world
+        await world.publish()
+        for _ in range(world.config.run.steps):
+            passed: list[list[Finished]] = []
+            while len(passed) < world.groups_per_batch:
+                passed += [group for group in await self._wave() if not world.is_filtered_out(group)]
+            await world.train(passed[: world.groups_per_batch])
+            await world.publish()
+        return world.report()
+
+    async def _wave(self) -> list[list[Finished]]:
+        """Play a batch of groups to the end of the last one, then compute their rewards."""
+        groups: list[list[Finished]] = [[] for _ in range(self._world.groups_per_batch)]
+        phases = Phases() if self._rules.env_async else Phases(LockStep())
+        async with anyio.create_task_group() as episodes:
+            for group in groups:
+                assigned = None if self._rules.replicate else next(self._assignments)
+                for task in self._world.next_group():
+                    episodes.start_soon(self._play, task, assigned, phases, group)
+        await anyio.sleep(max(sample.reward_s for group in groups for sample in group))
+        return groups
+
+    async def _play(self, task: Task, assigned: int | None, phases: Phases, group: list[Finished]) -> None:
+        """Play one sample, and append it to its group."""
+        group.append(await self._world.play(task, assigned, phases, wait_for_reward=False))

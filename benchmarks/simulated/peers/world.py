@@ -1,16 +1,18 @@
 """Simulated engines, environments and trainer under the rules of other systems (*peers*), and the counts of a run.
 
-The files beside this one have the rules of one system each. They decide when samples begin and which samples a batch
-gets; this `World` plays the samples and trains the batches. A run is described by the same configuration as one of
+A `Peer` has the rules of one system: it decides when samples begin and which samples a batch gets. The `World` plays
+the samples and trains the batches. A run is described by the same configuration as one of
 ours, and its samples are drawn from the same workload by the same keys: a response has the same length under every
 policy.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
+from typing import Generic, TypeVar
 
 import anyio
 import msgspec
@@ -49,6 +51,10 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of all ended responses and of aborted ones."""
     trained_tokens: int
     """Response tokens of trained samples."""
+    stale_groups: float = 0.0
+    """Share of the groups that the trainer has taken that were discarded as too old; 0 if the rules discard none."""
+    stale_tokens: float = 0.0
+    """Share of the tokens of these groups that were discarded with them."""
 
     @property
     def waste(self) -> float:
@@ -120,6 +126,10 @@ class World:
     def groups_per_batch(self) -> int:
         """Groups that a step trains."""
         return self.config.groups_per_batch
+
+    def next_group(self) -> list[Task]:
+        """Issue the tasks of the next prompt's group."""
+        return self.tasks.issue(self.tasks.next_problem())
 
     # -- rollout -----------------------------------------------------------------------------------------------------
 
@@ -256,3 +266,30 @@ def make_workload(config: Config, extra_members: int = 0) -> Workload:
 async def _load(engine: PeerEngine, published: Published) -> None:
     """Load a version into an engine, with a new KV cache."""
     await engine.load(published, keep_cache=False)
+
+
+RulesT = TypeVar("RulesT")
+
+
+class Peer(ABC, Generic[RulesT]):
+    """Rules of a system, and the state of one run under them. An instance simulates one run.
+
+    Args:
+        world: engines, environments and trainer of the run.
+        rules: settings of the system.
+    """
+
+    def __init__(self, world: World, rules: RulesT) -> None:
+        self._world = world
+        self._rules = rules
+        self._changed = anyio.Event()
+        """Set by `_change`, and then replaced."""
+
+    @abstractmethod
+    async def run(self) -> PeerReport:
+        """Simulate every step of the run, and report it."""
+
+    def _change(self) -> None:
+        """Wake all tasks that wait for a change."""
+        self._changed.set()
+        self._changed = anyio.Event()

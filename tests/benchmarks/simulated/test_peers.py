@@ -14,13 +14,10 @@ import pytest
 from benchmarks.form import Row
 from benchmarks.plots import COLORS, bars, lines
 from benchmarks.simulated.peers import roll_flash as agentic
-from benchmarks.simulated.peers.areal import Rules as ArealRules
-from benchmarks.simulated.peers.areal import areal, capacity
-from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, roll_flash
-from benchmarks.simulated.peers.roll_flash import Rules as RollRules
+from benchmarks.simulated.peers.asynchronous import ArealRules, areal, capacity
+from benchmarks.simulated.peers.roll_flash import BaselineRules as SyncRules
+from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, RollRules, roll_flash, synchronous
 from benchmarks.simulated.peers.router import PeerEngine, Response, Router
-from benchmarks.simulated.peers.synchronous import Rules as SyncRules
-from benchmarks.simulated.peers.synchronous import synchronous
 from benchmarks.simulated.peers.world import Finished, World, make_workload
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
