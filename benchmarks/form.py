@@ -1,4 +1,4 @@
-"""Form of all benchmarks: `python -m benchmarks.<family>.<module> [NAME] [--quick] [--json FILE] [--plot FILE]`.
+"""Form of all benchmarks: `python -m benchmarks NAME [--quick] [--json FILE] [--plot FILE] [options of its own]`.
 
 A benchmark is a function from Args to rows. Its module calls `main`, or `main_of` if it has several benchmarks. `main`
 parses the arguments, runs the function, prints a description of the machine and the rows as a table, and writes the
@@ -35,6 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 """Folder of the recorded rows."""
 FIGURES = ROOT / "docs" / "images" / "figures"
 """Folder of the pictures of full runs."""
+SOFTWARE = ("torch", "vllm", "transformers", "triton")
+"""Packages whose versions are recorded with the rows."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 ENDING_S = 120
@@ -89,10 +91,12 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 class Args(msgspec.Struct, frozen=True):
-    """Options that every benchmark gets from its command line."""
+    """Options from the command line of a benchmark."""
 
     quick: bool
     """True for a smaller version, which takes a minute or two."""
+    own: argparse.Namespace = msgspec.field(default_factory=argparse.Namespace)
+    """All options, among them those that only this benchmark has."""
 
 
 Run = Callable[[Args], list[Row]]
@@ -114,7 +118,13 @@ def main_of(benchmarks: Mapping[str, tuple[Run, Plot | None]], argv: Sequence[st
 
 
 def main(
-    name: str, description: str, run: Run, argv: Sequence[str] | None = None, *, plot: Plot | None = None
+    name: str,
+    description: str,
+    run: Run,
+    argv: Sequence[str] | None = None,
+    *,
+    plot: Plot | None = None,
+    add_options: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> list[Row]:
     """Run a benchmark, print its rows, write and draw them as the arguments say, and return them.
 
@@ -124,11 +134,14 @@ def main(
         run: the benchmark.
         argv: arguments; None: those of the command line.
         plot: draws rows to a file; None if the benchmark has no plot.
+        add_options: adds options that only this benchmark has to a parser, for `Args.own`; None if it has none.
 
     Arguments that are wrong end the process with exit code 2, before anything is measured.
     """
     parser = argparse.ArgumentParser(
-        prog=_command(name), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -136,6 +149,8 @@ def main(
         parser.add_argument(
             "--plot", type=Path, metavar="FILE", help="draw the rows to FILE; full runs: docs/images/figures"
         )
+    if add_options is not None:
+        add_options(parser)
     args = parser.parse_args(argv)
     picture: Path | None = None
     if plot is not None:
@@ -148,7 +163,7 @@ def main(
         print(f"  {title:<8} {text}")
     print(flush=True)
     with terminated_like_interrupted():
-        rows = run(Args(quick=args.quick))
+        rows = run(Args(quick=args.quick, own=args))
     print_table(rows)
     if args.json is not None:
         recorded = Recorded(day=time.strftime("%Y-%m-%d"), machine=dict(machine()), rows=rows)
@@ -228,13 +243,6 @@ def make_python(folder: Path, contents: Sequence[str], install: Callable[[Path],
     return executable
 
 
-def _command(name: str) -> str | None:
-    """Return the command `python -m …` that started the benchmark `name`, for `--help`; None without such a command."""
-    spec = sys.modules["__main__"].__spec__
-    named = f" {name}" if sys.argv[1:2] == [name] else ""
-    return None if spec is None else f"python -m {spec.name}{named}"
-
-
 def print_table(rows: Sequence[Row]) -> None:
     """Print the rows in aligned columns; the last column says if the goal was met."""
     from rich.console import Console
@@ -271,7 +279,7 @@ def machine() -> list[tuple[str, str]]:
         ("cpu", f"{model}, {cores} of {os.cpu_count()} cores usable"),
         ("memory", f"{int(memory.split()[0]) / 2**20:.1f} GiB" if memory else "unknown"),
         ("system", f"{system}, Python {platform.python_version()}"),
-        ("software", ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "vllm"))),
+        ("software", ", ".join(f"{name} {installed_version(name)}" for name in SOFTWARE)),
     ]
     if commit := output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
         changed = output_of("git", "-C", str(ROOT), "status", "--porcelain")

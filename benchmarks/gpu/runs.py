@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS, Row
-from benchmarks.gpu.sizes import MODELS, Part, Sizes, Skipped, mixture_model, random_model, weight_bytes
+from benchmarks.gpu.sizes import MIXTURE, MODELS, Part, Sizes, Skipped, random_model, weight_bytes
 from benchmarks.real.engine_cost import config_for, efficiency_rows
 from benchmarks.real.runs import Measured, train
 from flash.config.load import load
@@ -46,8 +46,6 @@ KINDS = {
     "fp8": ['engine.vllm.quantization="fp8_per_channel"', "weights.canary_tolerance=1"],
 }
 """Kinds of runs: what each adds to the run of the tiny model, which is in bfloat16 here."""
-VOCABULARY = 64
-"""Vocabulary of the mixture: the tiny model's tokens, and some that it does not have."""
 NOT_ON_CPU = ("speculation", "moved", "weights-moved", "fp8", "routing")
 """Kinds of runs that need a GPU, because vLLM's build for CPUs lacks what they test."""
 
@@ -106,7 +104,7 @@ def routing_rows(sizes: Sizes) -> list[Row]:
         CalledProcessError: a run failed; its output says why.
     """
     make_missing_models(load(TINY, []))
-    model = mixture_model(MODELS / "gpu-check-mixture", VOCABULARY, TINY_MODEL)
+    model = random_model(MODELS / "gpu-check-mixture", MIXTURE, TINY_MODEL, endless=False)
     replayed, own = (
         run_kind(
             "routing",
@@ -149,8 +147,8 @@ def engine_rows(sizes: Sizes) -> list[Row]:
     The bare one is the same engine, which gets all requests at once.
     """
     make_missing_models(load(TINY, []))
-    name = f"gpu-check-{sizes.shape.layers}x{sizes.shape.width}"
-    model = random_model(MODELS / name, sizes.shape, tokenizer_of=TINY_MODEL)
+    name = f"gpu-check-{sizes.shape['num_hidden_layers']}x{sizes.shape['hidden_size']}"
+    model = random_model(MODELS / name, sizes.shape, TINY_MODEL, endless=True)
     config = config_for(model, sizes.tokens, sizes.requests)
     if sizes.gpu:
         replace = msgspec.structs.replace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -14,70 +14,49 @@ from benchmarks.real.engine_cost import remove_end_token
 from flash.trainer.checkpoint_files import atomic_folder
 from flash.trainer.model.tiny_model import HEAD_DIM
 
-if TYPE_CHECKING:
-    from transformers import Qwen3Config
-
 MODELS = Path("outputs") / "models"
 """Folder of the models that the parts make."""
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """Shape of a Qwen3 model with random weights."""
-
-    layers: int
-    """Number of layers."""
-    width: int
-    """Numbers of a token's vector between the layers."""
-    inner: int
-    """Width of the feed-forward layers."""
-    heads: int
-    """Attention heads of a layer, for queries."""
-    kv_heads: int
-    """Attention heads of a layer, for keys and values."""
-    head_dim: int
-    """Width of a head."""
-    vocabulary: int
-    """Number of token ids."""
-
-    def config(self) -> Qwen3Config:
-        """Return the configuration of a Qwen3 model of this shape."""
-        from transformers import Qwen3Config
-
-        return Qwen3Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.width,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-        )
+Shape = dict[str, Any]
+"""Settings of a Qwen3 model with random weights, as its configuration in transformers names them."""
 
 
-SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)
+def title(shape: Shape) -> str:
+    """Return a description of a shape, for the case of a row."""
+    return f"{shape['num_hidden_layers']} layers × {shape['hidden_size']}"
+
+
+def qwen3(layers: int, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> Shape:
+    """Return the settings of a Qwen3 model. `inner` is the width of the feed-forward layers."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+
+
+SMALL = qwen3(28, 1024, 3072, 16, 8, 128, 151_936)
 """Shape of Qwen3-0.6B."""
-MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
+MIDDLE = qwen3(4, 512, 1536, 8, 4, 64, 8192)
 """Shape of a model that two CPU cores can train, too."""
-TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
+TINY = qwen3(2, 64, 128, 2, 2, HEAD_DIM, 64)
 """Shape of the smallest model, for two CPU cores."""
-
-MIXTURE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
+MIXTURE = qwen3(4, 256, 512, 4, 2, 64, 64) | {
     "moe_intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
     "num_experts": 32,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
     "initializer_range": 0.06,
     "tie_word_embeddings": False,
 }
-"""Configuration of a small Qwen3 with experts."""
+"""Shape of a small Qwen3 with experts. Its vocabulary has the tiny model's tokens, and some that it does not have."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +66,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """True to run on a card."""
     swaps: int = 2
     """Versions of a run."""
-    shape: Shape = TINY
+    shape: Shape = msgspec.field(default_factory=lambda: TINY)
     """Shape of the model whose steps are measured."""
     sequences: int = 16
     """Sequences of a training step that is measured."""
@@ -128,38 +107,29 @@ class Skipped(Exception):
     """A part cannot run on this machine; the message says what the machine lacks."""
 
 
-def random_model(folder: Path, shape: Shape, tokenizer_of: Path) -> Path:
-    """Fill a folder with random weights of this shape, another model's tokenizer, and no end-of-text token.
+def random_model(folder: Path, shape: Shape, tokenizer_of: Path, *, endless: bool) -> Path:
+    """Fill a folder with random weights of this shape, with or without experts, and another model's tokenizer.
 
-    Without that token all answers have the length of the limit. Nothing is made again if the folder has weights.
-    `tokenizer_of` is the folder of the other model. Returns the folder.
+    Nothing is made again if the folder has weights.
+
+    Args:
+        folder: folder of the new model, which is returned.
+        shape: shape of the new model.
+        tokenizer_of: folder of the other model.
+        endless: True to leave out the end-of-text token, so that all answers have the length of the limit.
     """
     import torch
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
+        experts = "num_experts" in shape
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)) if experts else Qwen3ForCausalLM(Qwen3Config(**shape))
         with atomic_folder(folder) as new:  # so that a folder with weights is complete
-            Qwen3ForCausalLM(shape.config()).to(torch.bfloat16).save_pretrained(new)
+            model.to(torch.bfloat16).save_pretrained(new)
             AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(new)
-            remove_end_token(new)
-    return folder
-
-
-def mixture_model(folder: Path, vocabulary: int, tokenizer_of: Path) -> Path:
-    """Fill a folder with a model with experts (`MIXTURE`) of random weights, and another model's tokenizer.
-
-    Nothing is made again if the folder has weights. `tokenizer_of` is the folder of the other model. Returns the
-    folder.
-    """
-    import torch
-    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    if not (folder / "model.safetensors").is_file():
-        torch.manual_seed(0)
-        with atomic_folder(folder) as new:  # so that a folder with weights is complete
-            Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE | {"vocab_size": vocabulary})).save_pretrained(new)
-            AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(new)
+            if endless:
+                remove_end_token(new)
     return folder
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.episodes import GROUP_SIZE, random_shard
 from benchmarks.form import Row
-from benchmarks.gpu.sizes import MIDDLE, Shape, Sizes
+from benchmarks.gpu.sizes import MIDDLE, Shape, Sizes, qwen3, title
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
 
@@ -54,13 +54,13 @@ def save_random(what: tuple[Shape, str, Dtype, bool]) -> None:
     `what` is the model's shape, its folder, its dtype, and True to make it on the card.
     """
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shape, folder, dtype, gpu = what
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     with torch.device("cuda" if gpu else "cpu"):
-        Qwen3ForCausalLM(shape.config()).save_pretrained(folder)
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,14 +178,14 @@ def mfu_rows(sizes: Sizes) -> list[Row]:
             folder=folder,
             dtype="bfloat16" if sizes.gpu else "float32",
             gpu=sizes.gpu,
-            vocabulary=sizes.shape.vocabulary,
+            vocabulary=sizes.shape["vocab_size"],
             groups=sizes.sequences // GROUP_SIZE,
             answers=sizes.length,
             steps=sizes.steps + 1,
         )
         found = apart(train_steps, work)
     step_s = statistics.median(found.seconds[1:])
-    case = f"training step, {sizes.shape.layers} layers × {sizes.shape.width}, {found.tokens:,} tokens"
+    case = f"training step, {title(sizes.shape)}, {found.tokens:,} tokens"
     peak = peak_flops(found.card)
     rows = [
         Row(case, "step_s", "s", step_s),
@@ -220,7 +220,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
                 folder=folder,
                 dtype=dtype,
                 gpu=gpu,
-                vocabulary=shape.vocabulary,
+                vocabulary=shape["vocab_size"],
                 groups=4,
                 answers=(40, 200),
                 steps=1,
@@ -234,7 +234,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
         for dtype, goal in GRADIENT_GOALS.items():
             ours = gradient(dtype, dtype, gpu=sizes.gpu)
             again = gradient(f"{dtype}-again", dtype, gpu=sizes.gpu)
-            case = f"gradient in {dtype}, {shape.layers} layers × {shape.width}"
+            case = f"gradient in {dtype}, {title(shape)}"
             same = all(torch.equal(again[name], value) for name, value in ours.items())
             rows += [
                 Row(case, "error_of_float32", "share", distance(ours, exact), at_most=goal),
@@ -264,7 +264,7 @@ LEVERS: dict[str, dict[str, dict[str, Any]]] = {
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
 """Ways to save memory, as tables of a configuration."""
-LARGE = Shape(36, 4096, 12_288, 32, 8, 128, 151_936)
+LARGE = qwen3(36, 4096, 12_288, 32, 8, 128, 151_936)
 """Shape of Qwen3-8B, except that its output layer is tied to the embeddings."""
 ON_LARGE = ("adapters",)
 """Levers that are measured on the large model, which without them does not fit on the card."""
@@ -293,7 +293,7 @@ def memory_rows(sizes: Sizes) -> list[Row]:
                     folder=folder,
                     dtype="bfloat16" if sizes.gpu else "float32",
                     gpu=sizes.gpu,
-                    vocabulary=shape.vocabulary,
+                    vocabulary=shape["vocab_size"],
                     groups=4,
                     answers=(longest - 8, longest),
                     steps=2,

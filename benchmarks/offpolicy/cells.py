@@ -19,50 +19,33 @@ COLLAPSED = 0.5
 """A run has collapsed when its final accuracy is below this share of its own best, or below where it started."""
 
 
+DIGITS, OPERATORS = 2, "+"
+"""Options of `envs.arithmetic`: the digits of both operands, and the operators."""
+LAYERS, WIDTH = 3, 128
+"""Shape of the model."""
+MODEL_SEED, WARM_START_STEPS = 1, 800
+"""Seed of the warm-started model, and the most steps of supervised training that make it."""
+MODEL_PATH = f"outputs/models/offpolicy-{LAYERS}x{WIDTH}-{DIGITS}{OPERATORS}-{MODEL_SEED}"
+"""Folder of that model, which is the same for all cells."""
+MAX_NEW_TOKENS = 6
+"""Most tokens of an answer."""
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Setting that all cells of a comparison share."""
 
-    digits: int = 2
-    """Digits of both operands of `envs.arithmetic`."""
-    operators: str = "+"
-    """Operators of `envs.arithmetic`."""
-    layers: int = 3
-    """Layers of the model."""
-    width: int = 128
-    """Width of the model."""
-    model_seed: int = 1
-    """Seed of the warm-started model, which is the same for all cells."""
-    warm_start_steps: int = 800
-    """Most steps of supervised training that make this model."""
     steps: int = 120
     """Policy versions that are made."""
     batch_size: int = 256
     """Samples per version."""
     group_size: int = 8
     """Samples of each problem, whose rewards are compared with each other."""
-    minibatches: int = 2
-    """Optimizer updates per version."""
     learning_rate: float = 4e-4
     """Learning rate of all methods. At alpha = 0 half of it ends as well; at alpha = 8 methods differ at this one."""
-    warmup_steps: int = 5
-    """Steps in which the learning rate rises to its value."""
-    max_new_tokens: int = 6
-    """Most tokens of an answer."""
     eval_every: int = 10
     """Versions between two evaluations."""
     problems: int = 512
     """Held-out problems of each evaluation, the same for all cells, answered greedily."""
-
-    @property
-    def model_path(self) -> str:
-        """Folder of the warm-started model."""
-        return f"outputs/models/offpolicy-{self.layers}x{self.width}-{self.digits}{self.operators}-{self.model_seed}"
-
-    @property
-    def env(self) -> dict[str, Any]:
-        """The table `env` of a configuration."""
-        options = {"digits": self.digits, "operators": self.operators}
-        return {"path": "envs.arithmetic:Arithmetic", "options": options}
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,21 +97,21 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}
         tables |= {
             "run": {"name": "offpolicy", "steps": setting.steps, "seed": self.seed},
-            "model": {"path": setting.model_path, "dtype": "float32", "max_length": 64},
+            "model": {"path": MODEL_PATH, "dtype": "float32", "max_length": 64},
             "tiny_model": {
-                "layers": setting.layers,
-                "width": setting.width,
-                "seed": setting.model_seed,
-                "warm_start_steps": setting.warm_start_steps,
+                "layers": LAYERS,
+                "width": WIDTH,
+                "seed": MODEL_SEED,
+                "warm_start_steps": WARM_START_STEPS,
             },
-            "env": setting.env,
-            "rollout": {"group_size": setting.group_size, "max_new_tokens": setting.max_new_tokens},
+            "env": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": DIGITS, "operators": OPERATORS}},
+            "rollout": {"group_size": setting.group_size, "max_new_tokens": MAX_NEW_TOKENS},
             "train": {
                 "batch_size": setting.batch_size,
-                "minibatches": setting.minibatches,
+                "minibatches": 2,
                 "async_ratio": float(self.alpha),
                 "learning_rate": setting.learning_rate,
-                "warmup_steps": setting.warmup_steps,
+                "warmup_steps": 5,
                 "on_nonfinite": "skip",
                 "max_tokens_per_microbatch": 8192,
             },

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 
 from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
-from benchmarks.offpolicy.cells import Cell, Point, Result
+from benchmarks.offpolicy.cells import MAX_NEW_TOKENS, MODEL_PATH, Cell, Point, Result
 from flash.errors import ContractError
 from flash.foreign.torch import single_process_group
 from flash.trainer.model.canary import canary_logprobs
@@ -154,7 +154,7 @@ class Rollouts:
         answers = self._sampler.sample(
             [str(prompt) for prompt in prompts(self._config, seeds)],
             copies=size,
-            limit=setting.max_new_tokens,
+            limit=MAX_NEW_TOKENS,
             generator=torch.Generator().manual_seed(seeds[0]),
         )
         tasks = [Task((seed - first) * size + member, seed, member, seed) for seed in seeds for member in range(size)]
@@ -176,8 +176,7 @@ class Rollouts:
     def accuracy(self) -> tuple[float, Answer]:
         """Return the share of held-out problems that are answered correctly, and the first answer."""
         shown = [str(prompt) for prompt in prompts(self._config, self._held_out)]
-        limit = self._cell.setting.max_new_tokens
-        answers = self._sampler.sample(shown, copies=1, limit=limit, generator=None)
+        answers = self._sampler.sample(shown, copies=1, limit=MAX_NEW_TOKENS, generator=None)
         return fmean(rewards(self._config, self._held_out, [answer.text for answer in answers])), answers[0]
 
 
@@ -190,7 +189,7 @@ def run(cell: Cell) -> Result:
     """
     config = cell.config()
     trainer = Trainer(config)
-    sampler = Sampler(cell.setting.model_path)
+    sampler = Sampler(MODEL_PATH)
     rollouts = Rollouts(cell, sampler)
     curve = [evaluate(rollouts, trainer, 0)]
     tokens = 0  # tokens trained so far

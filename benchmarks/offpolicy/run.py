@@ -4,10 +4,6 @@ Every cell is one run of the system's own trainer in one process on one core: a 
 seed. All share the model, the batches' problems, the learning rate and two updates per version. A cell counts as
 collapsed when its final accuracy is below half of its own best or below its start. The results of finished cells are
 kept in a file, a line each, and these cells are not run again. So the grid can be run in pieces.
-
-Further options: --cells FILE (the results, by default outputs/offpolicy.jsonl), --methods A,B,… and --alphas 0,2,… and
---seeds N (a part of the grid), --learning-rate R (another one, for all cells), --budgets B,… (each method also held to
-budgets of `algorithm.lag`; 0 is without), --mixed (every batch has tokens of all ages up to alpha).
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import argparse
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -215,12 +210,12 @@ def grid(
     ]
 
 
-def measure(options: argparse.Namespace, args: Args, train_cells: TrainCells = train_cells) -> list[Row]:
+def measure(args: Args, train_cells: TrainCells = train_cells) -> list[Row]:
     """Run the cells that the options name and that have no result yet, and return the rows of all cells that have one.
 
     `benchmarks.form.main` calls this. Tests replace `train_cells`.
     """
-    setting = QUICK if args.quick else SETTING
+    options, setting = args.own, QUICK if args.quick else SETTING
     if options.learning_rate is not None:
         setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
     cells = grid(
@@ -249,34 +244,20 @@ def measure(options: argparse.Namespace, args: Args, train_cells: TrainCells = t
     return rows(summaries)
 
 
-def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options that only this benchmark has. Also returns the arguments that `benchmarks.form.main` parses."""
-    known = [method.key for method in METHODS]
-
-    def methods(text: str) -> list[str]:
-        """Parse the value of `--methods`."""
-        names = text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    def integers(text: str) -> list[int]:
-        """Parse the value of `--alphas`."""
-        return [int(part) for part in text.split(",")]
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy", add_help=False, allow_abbrev=False)
-    parser.add_argument("--cells", type=Path, default=Path("outputs/offpolicy.jsonl"))
-    parser.add_argument("--methods", type=methods)
-    parser.add_argument("--alphas", type=integers)
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--budgets", type=lambda text: [float(part) for part in text.split(",")], default=(0,))
-    parser.add_argument("--mixed", action="store_true")
-    return parser.parse_known_args(argv)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    methods = [method.key for method in METHODS]
+    cells = Path("outputs/offpolicy.jsonl")
+    parser.add_argument("--cells", type=Path, default=cells, metavar="FILE", help=f"results of cells; default: {cells}")
+    parser.add_argument("--methods", nargs="+", choices=methods, metavar="NAME", help=", ".join(methods))
+    parser.add_argument("--alphas", nargs="+", type=int, metavar="N", help="ages of the data, in versions")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds")
+    parser.add_argument("--learning-rate", type=float, metavar="R", help="learning rate of all cells")
+    parser.add_argument("--budgets", nargs="+", type=float, default=(0,), help="budgets of algorithm.lag; 0: none")
+    parser.add_argument("--mixed", action="store_true", help="every batch has tokens of all ages up to alpha")
 
 
 if __name__ == "__main__":
-    own, rest = own_options(None)
     across = "age of the data α (versions)"
     plot = lines("Final accuracy", across, "held-out accuracy", "final_accuracy", r", α = (\d+)")
-    main("offpolicy", __doc__ or "", partial(measure, own), rest, plot=plot)
+    main("offpolicy", __doc__ or "", measure, plot=plot, add_options=add_options)

@@ -1,4 +1,4 @@
-"""A run on three hosts in which a fault happens every 20 s on average [--seconds 1800] [--seed 0] [--stream].
+"""A run on three hosts in which a fault happens every 20 s on average.
 
 The model and task are those of examples/tiny.toml. The first host has the hub, the trainer and an engine, and the two
 others have an engine each. The seed decides the faults. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a
@@ -9,7 +9,7 @@ First the *calm run*, the same run without faults, measures the speed for compar
 streamed steps, so that faults also happen in the middle of a step.
 
 Needs Linux, root and iproute2, because the hosts are network namespaces. `--quick` causes each kind of fault once, for
-at most 20 s; it has no `--seconds`.
+at most 20 s.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from benchmarks.form import ROOT, Args, Row
-from benchmarks.form import main as benchmark
+from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.real.chaos_job import GAP_S, NAMES, Fault, Job, one_of_each, plan
 from benchmarks.rig.hosts import Hosts, why_no_hosts
 from flash.ages import max_age
@@ -297,45 +296,45 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float, *, s
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Run the benchmark with its own options, `--seconds`, `--seed` and `--stream`, and those of every benchmark.
+def measure(args: Args) -> list[Row]:
+    """Make the calm run and the run with faults, and return the rows. Ends the process if it cannot make hosts."""
+    own = args.own
+    if own.seconds is not None and args.quick:
+        raise SystemExit("--quick has no --seconds: it ends after each kind of fault has happened once")
+    if reason := why_no_hosts():
+        raise SystemExit(f"no hosts can be made here: {reason}")
+    seconds = own.seconds or SECONDS
+    faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(seconds, own.seed)
+    if args.quick:
+        seconds = faults[-1].at + GAP_S
+    folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    job = partial(run_job, stream=own.stream)
+    calm = anyio.run(job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
+    calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
+    result = anyio.run(job, "broken", folder, faults, seconds)
+    (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in result.injected))
+    for name, course in (("calm run", calm), ("run with faults", result)):
+        for title in ("orphans", "failed", "stuck"):
+            for line in getattr(course, title):
+                print(f"{name}, {title}: {line}")
+    print(f"outputs and faults are in {folder}")
+    return rows(result, left_by(folder / "broken"), calm, calm_per_s, stream=own.stream)
 
-    Returns the rows. `argv` are the arguments; None: those of the command line.
-    """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stream", action="store_true")
-    own, rest = parser.parse_known_args(argv)
-    if own.seconds is not None and own.seconds < GAP_S:
-        parser.error(f"--seconds must be at least {GAP_S:g}, the mean time between two faults")
-    if own.seconds is not None and "--quick" in rest:
-        parser.error("--quick has no --seconds: it ends after each kind of fault has happened once")
 
-    def run(args: Args) -> list[Row]:
-        """Make the calm run and the run with faults, and return the rows. Ends the process if it cannot make hosts."""
-        if reason := why_no_hosts():
-            raise SystemExit(f"no hosts can be made here: {reason}")
-        seconds = own.seconds or SECONDS
-        faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(seconds, own.seed)
-        if args.quick:
-            seconds = faults[-1].at + GAP_S
-        folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
-        folder.mkdir(parents=True)
-        job = partial(run_job, stream=own.stream)
-        calm = anyio.run(job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
-        calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
-        result = anyio.run(job, "broken", folder, faults, seconds)
-        (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in result.injected))
-        for name, course in (("calm run", calm), ("run with faults", result)):
-            for title in ("orphans", "failed", "stuck"):
-                for line in getattr(course, title):
-                    print(f"{name}, {title}: {line}")
-        print(f"outputs and faults are in {folder}")
-        return rows(result, left_by(folder / "broken"), calm, calm_per_s, stream=own.stream)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
 
-    return benchmark("chaos", __doc__ or "", run, rest)
+    def seconds(text: str) -> float:
+        """Parse the value of `--seconds`."""
+        if float(text) < GAP_S:
+            raise argparse.ArgumentTypeError(f"must be at least {GAP_S:g}, the mean time between two faults")
+        return float(text)
+
+    parser.add_argument("--seconds", type=seconds, help=f"time in which faults happen; default: {SECONDS:g}")
+    parser.add_argument("--seed", type=int, default=0, help="decides the faults")
+    parser.add_argument("--stream", action="store_true", help="give both runs streamed steps")
 
 
 if __name__ == "__main__":
-    main()
+    main("chaos", __doc__ or "", measure, add_options=add_options)

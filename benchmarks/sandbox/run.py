@@ -5,31 +5,27 @@ over the HTTP service. Starts are the times from the request for a sandbox to th
 warm sandbox in the pool, and from nothing. `bound` is the time that the engine alone needs to create and start the same
 container.
 
-`reference` is swe-rex 1.4.0. Its server runs in a container of the same image with the same limits, and its client in a
-Python environment of its own under build/swerex (`benchmarks.sandbox.swerex`). Measurements of both systems take turns.
-While starts with a warm sandbox are timed, the pool makes the next warm sandbox on the same cores.
+`reference` is swe-rex 1.4.0. Its server runs in a container of the same image with the same limits, and its client in
+this process (`benchmarks.sandbox.swerex`). Measurements of both systems take turns. While starts with a warm sandbox
+are timed, the pool makes the next warm sandbox on the same cores.
 
-The engine is the one that `flash sandbox` finds: that of DOCKER_HOST, or at a usual socket. `--without-swerex` leaves
-out swe-rex.
+The engine is the one that `flash sandbox` finds: that of DOCKER_HOST, or at a usual socket.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 import anyio
 
-from benchmarks.form import ROOT, Args, Row, main
+from benchmarks.form import Args, Row, main
 from benchmarks.plots import bars
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox import images
@@ -63,8 +59,6 @@ NAMES = {"reference": SWEREX, "ours": "Flash", "bound": "the engine alone"}
 """Names of the systems in the legend of the plot, by the field of the row."""
 IMAGE = "flash-sandbox-python"
 """Name of the image of all measurements."""
-ARCHIVES = ROOT / "build" / "sandbox"
-"""Folder of the images' archives, which are kept because making one takes longer than importing it."""
 SPEC = Spec(image=IMAGE)
 """Description of the sandboxes."""
 COMMAND_S = 60.0
@@ -92,42 +86,38 @@ Counts = dict[str, int]
 # -- operations of ours ----------------------------------------------------------------------------------------------
 
 
-def checked(result: Result) -> Result:
-    """Return the result if the command succeeded; else raise RuntimeError, because its time would mean nothing."""
-    if not result.ok:
+async def succeed(running: Awaitable[Result]) -> None:
+    """Wait for the result of a command. Raises RuntimeError if it failed, because its time would mean nothing."""
+    if not (result := await running).ok:
         raise RuntimeError(f"a command failed: {result}")
-    return result
 
 
-async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float]:
-    """Return the seconds of each of `count` calls, one after the other. Raises RuntimeError if a command fails."""
+async def timed(call: Callable[[], Awaitable[None]], count: int) -> list[float]:
+    """Return the seconds of each of `count` calls, one after the other."""
     taken: list[float] = []
     for _ in range(count):
         begin = time.perf_counter()
-        result = await call()
+        await call()
         taken.append(time.perf_counter() - begin)
-        checked(result)
     return taken
 
 
 async def session(shell: Session, count: int) -> list[float]:
     """Return the seconds of each of `count` commands in a shell that stays open."""
-    return await timed(lambda: shell.run("true", timeout=COMMAND_S), count)
+    return await timed(lambda: succeed(shell.run("true", timeout=COMMAND_S)), count)
 
 
 async def fresh(sandbox: Sandbox, count: int) -> list[float]:
     """Return the seconds of each of `count` commands, each a process of its own."""
-    return await timed(lambda: sandbox.run(["true"], timeout=COMMAND_S), count)
+    return await timed(lambda: succeed(sandbox.run(["true"], timeout=COMMAND_S)), count)
 
 
 async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
     """Return the seconds from nothing to the result of a first command in a new sandbox."""
     begin = time.perf_counter()
     async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
-        result = await sandbox.run(["true"], timeout=COMMAND_S)
-        taken = time.perf_counter() - begin
-    checked(result)
-    return taken
+        await fresh(sandbox, 1)
+        return time.perf_counter() - begin
 
 
 async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
@@ -191,9 +181,8 @@ async def warm_starts(backend: Backend, count: int) -> list[float]:
                     await pool.state.changed_since(pool.state.version)
             begin = time.perf_counter()
             async with pool.acquire(SPEC, deadline=READY_S) as sandbox:
-                result = await sandbox.run(["true"], timeout=COMMAND_S)
+                await fresh(sandbox, 1)
                 taken.append(time.perf_counter() - begin)
-                checked(result)
     return taken
 
 
@@ -223,14 +212,14 @@ async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex | N
         if peer is not None:
             await peer.start()
             await peer.open_session()
-            await peer.session(1)
+            await peer.session()
         for _ in range(counts["rounds"]):
             in_shell += await session(shell, counts["session"])
             alone += await fresh(sandbox, counts["fresh"])
             http += await session(remote_shell, counts["over_http"])
             if peer is not None:
-                their_session += await peer.session(counts["swerex_session"])
-                their_execute += await peer.execute(counts["swerex_execute"])
+                their_session += await timed(peer.session, counts["swerex_session"])
+                their_execute += await timed(peer.execute, counts["swerex_execute"])
         if peer is not None:
             await peer.stop()
     rows = [
@@ -303,20 +292,10 @@ async def ensure_image(stored: Images, name: str = IMAGE) -> None:
     if any(name in names for names in await stored.list({})):
         return
     print(f"making image {name} (once per engine)", flush=True)
-    await stored.make(await anyio.to_thread.run_sync(_archive, name), name)
-
-
-def _archive(name: str) -> Path:
-    """Return the archive of an image's root file system, kept from an earlier call if the same recipe made it."""
-    # The recipe is the list of packages and the code that makes an image of them.
-    recipe = repr(images.RECIPES[name]).encode() + Path(images.__file__).read_bytes()
-    file = ARCHIVES / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
-    if not file.exists():
-        ARCHIVES.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        images.build(images.RECIPES[name], unfinished)
-        unfinished.rename(file)
-    return file
+    with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
+        archive = Path(folder) / "root.tar"
+        await anyio.to_thread.run_sync(images.build, images.RECIPES[name], archive)
+        await stored.make(archive, name)
 
 
 async def in_containers(url: str, with_swerex: bool, counts: Counts) -> list[Row]:
@@ -349,36 +328,30 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
     # The version of Python in the image, with which swe-rex's packages must agree.
     async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
         command = ["python3", "-c", "import platform; print(platform.python_version())"]
-        result = checked(await sandbox.run(command, timeout=COMMAND_S))
+        result = await sandbox.run(command, timeout=COMMAND_S)
     image_python = result.stdout.decode().strip()
     async with connected(url, SPEC, labels, image_python) as peer:
         print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
         yield peer
 
 
-def measure(with_swerex: bool, args: Args) -> list[Row]:
+def measure(args: Args) -> list[Row]:
     """Measure on the engine of this machine. `benchmarks.form.main` calls this.
 
     Ends the process with a message if there is no engine, or if packages of the image or of swe-rex cannot be had.
     """
     counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
     try:
-        return anyio.run(in_containers, find_engine(), with_swerex, counts)
+        return anyio.run(in_containers, find_engine(), not args.own.without_swerex, counts)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 
 
-def arguments(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return True if swe-rex is measured too, and the arguments that `benchmarks.form.main` parses."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--without-swerex", action="store_true")
-    own, rest = parser.parse_known_args(argv)
-    return not own.without_swerex, rest
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option that only this benchmark has."""
+    parser.add_argument("--without-swerex", action="store_true", help="leave out swe-rex, also in the picture")
 
 
 if __name__ == "__main__":
-    with_swerex, rest = arguments(sys.argv[1:])
     plot = bars("Time until the answer, logarithmic", "median, ms", "_ms_median", names=NAMES, log=True)
-    # Without the peer there is nothing to draw.
-    run = partial(measure, with_swerex)
-    main("sandbox", __doc__ or "", run, rest, plot=plot if with_swerex else None)
+    main("sandbox", __doc__ or "", measure, plot=plot, add_options=add_options)

@@ -3,10 +3,10 @@
 swe-rex's own deployment calls the `docker` command, and installs swe-rex in the container from the network. Here the
 container is made over the engine's socket. It has swe-rex's packages mounted read-only with their byte code, and shares
 the host's network, so that no published port slows it down. All of that is in swe-rex's favour. Server and client are
-swe-rex's own code, as is the wait for the server to answer.
+swe-rex's own code, as is the wait for the server to answer. The client runs in this process, as ours does.
 
-The Python environment is made once under build/swerex, with pinned versions. The container runs its packages with the
-Python of the image, so both must have the same version.
+The packages are installed once under build/swerex, with pinned versions. The container runs them with the Python of the
+image, so both must have the same version.
 """
 
 from __future__ import annotations
@@ -17,23 +17,19 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import aiodocker
-import aiohttp
 import anyio
-import msgspec
-from aiodocker.containers import DockerContainer
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from benchmarks.form import ROOT, make_python
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
-from flash.errors import ConfigError
+from envs.sandbox.engines.docker import START_S
+from envs.sandbox.engines.docker_api import DockerApi
+from flash.errors import ConfigError, SandboxStartError
 
 FOLDER = ROOT / "build" / "swerex"
 """Folder of the Python environment of swe-rex."""
@@ -50,10 +46,8 @@ INSTALL_S = 900
 """Longest wait for pip, in seconds."""
 MOUNT = "/swerex"
 """Path of the packages in the container."""
-ANSWER_S = 120.0
-"""Longest wait for the client, in seconds; its slowest answer is a start on a loaded machine."""
-LONGEST_ANSWER = 1 << 20
-"""Most bytes of an answer."""
+ALIVE_S = 60.0
+"""Longest wait for a server, in seconds."""
 
 
 def python() -> Path:
@@ -114,102 +108,82 @@ class SweRex:
     """Client of swe-rex on an engine, with one container at a time. `connected` makes it.
 
     Args:
-        docker: connection to the engine.
-        client: process of `benchmarks.sandbox.swerex_runner`, which runs swe-rex's own client.
+        api: connection to the engine.
         spec: description of the container.
         labels: labels of the container.
         folder: folder of swe-rex's packages.
     """
 
-    def __init__(
-        self, docker: aiodocker.Docker, client: Process, spec: Spec, labels: Mapping[str, str], folder: Path
-    ) -> None:
-        assert client.stdout is not None
-        self._docker = docker
-        self._client = client
-        self._answers = BufferedByteReceiveStream(client.stdout)
+    def __init__(self, api: DockerApi, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
+        self._api = api
         self._spec = spec
         self._labels = labels
         self._folder = folder
-        self._container: DockerContainer | None = None
-        """The present container; None before `start` and after `stop`."""
+        self._container = ""
+        """Id of the present container; empty before `start` and after `stop`."""
+        # Behind all other packages, so that this process keeps its own versions of those that it has.
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        os.environ["SWE_REX_LOG_STREAM_LEVEL"] = "ERROR"  # read at the import
+        from swerex.runtime import abstract, remote  # pyright: ignore[reportMissingImports]: it is in `folder`
+
+        self._requests: Any = abstract
+        self._connect: Any = remote.RemoteRuntime
+        self._server: Any = None
+        """Connection to the server in the present container; set by `start`."""
 
     async def start(self) -> float:
         """Start a container; return the seconds from the request to the result of a first command in it."""
         port, token = _free_port(), uuid4().hex
-        config = container(self._spec, self._labels, self._folder, port, token)
+        config, name = container(self._spec, self._labels, self._folder, port, token), f"swerex-{token}"
         begin = time.perf_counter()
         # A cancelled request may still make the container. Its id would be lost, so that nothing could remove it.
         with anyio.CancelScope(shield=True):
-            self._container = await self._docker.containers.create(config, name=f"swerex-{token}")
-        assert self._container is not None
-        await self._container.start()
-        await self._ask("connect", port=port, token=token)
+            made = await self._send("POST", "containers/create", data=config, params={"name": name})
+            self._container = made["Id"]
+        await self._send("POST", f"containers/{self._container}/start")
+        self._server = self._connect(port=port, auth_token=token)
+        await self._server.wait_until_alive(timeout=ALIVE_S)
+        await self.execute()
         return time.perf_counter() - begin
 
     async def open_session(self) -> None:
         """Start the shell in which `session` runs its commands."""
-        await self._ask("open_session")
+        await self._server.create_session(self._requests.CreateBashSessionRequest())
 
-    async def session(self, count: int) -> list[float]:
-        """Return the seconds of each of `count` commands in the shell."""
-        return await self._ask("session", count=count)
+    async def session(self) -> None:
+        """Run a command in the shell. swe-rex raises an error if it fails."""
+        await self._server.run_in_session(self._requests.BashAction(command="true"))
 
-    async def execute(self, count: int) -> list[float]:
-        """Return the seconds of each of `count` commands, each a process of its own."""
-        return await self._ask("execute", count=count)
+    async def execute(self) -> None:
+        """Run a command as a process of its own. swe-rex raises an error if it fails."""
+        await self._server.execute(self._requests.Command(command=["true"], check=True))
 
     async def stop(self) -> None:
         """Remove the container, if there is one."""
-        if self._container is not None:
-            await self._container.delete(force=True, v=True)
-            self._container = None
+        if self._container:
+            await self._send("DELETE", f"containers/{self._container}", params={"force": "1", "v": "1"})
+            self._container = ""
 
-    async def _ask(self, do: str, **arguments: object) -> list[float]:
-        """Send a request to the client process, and return the seconds that it measured.
-
-        `do` is a method of `benchmarks.sandbox.swerex_runner.Client`, and `arguments` are its arguments. Raises
-        RuntimeError if the process has ended, and TimeoutError after ANSWER_S.
-        """
-        assert self._client.stdin is not None
-        with anyio.fail_after(ANSWER_S):
-            try:
-                await self._client.stdin.send(msgspec.json.encode({"do": do, **arguments}) + b"\n")
-                line = await self._answers.receive_until(b"\n", LONGEST_ANSWER)
-            except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError):
-                raise RuntimeError("swe-rex's client ended without an answer; see its output above") from None
-        return msgspec.json.decode(line, type=list[float])
+    async def _send(self, method: str, path: str, **more: Any) -> Any:
+        """Send a request to the engine, and return the JSON of its response."""
+        return await self._api.json(path, SandboxStartError, method=method, **more)
 
 
 @asynccontextmanager
 async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_python: str) -> AsyncGenerator[SweRex]:
-    """Provide swe-rex on the engine at `url` for the time of the block, which ends its container and its client.
+    """Provide swe-rex on the engine at `url` for the time of the block, which ends its container.
 
     Raises ConfigError if swe-rex's packages are not for `image_python`, the version of the image's Python.
     """
-    executable = await anyio.to_thread.run_sync(python)
-    folder = packages(image_python)
-    path = url.removeprefix("unix://")
-    connector = aiohttp.UnixConnector(path, limit=0) if path != url else aiohttp.TCPConnector(limit=0)
-    base = "http://localhost" if path != url else url.replace("tcp://", "http://")
-    async with await anyio.open_process(
-        [str(executable), "-m", "benchmarks.sandbox.swerex_runner"],
-        stderr=None,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "SWE_REX_LOG_STREAM_LEVEL": "ERROR"},
-        # ctrl-C is ours to handle.
-        start_new_session=True,
-    ) as client:
-        docker = aiodocker.Docker(url=base, connector=connector)
-        peer = SweRex(docker, client, spec, labels, folder)
+    await anyio.to_thread.run_sync(python)
+    async with DockerApi(url, START_S) as api:
+        peer = SweRex(api, spec, labels, packages(image_python))
         try:
             yield peer
         finally:
             with anyio.CancelScope(shield=True):
-                with suppress(ProcessLookupError):
-                    client.kill()
                 await peer.stop()
-                await docker.close()
-                await connector.close()
 
 
 def _free_port() -> int:

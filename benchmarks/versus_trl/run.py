@@ -10,8 +10,8 @@ Flash trains asynchronously. TRL generates with transformers on all cores, becau
 The clock runs from the first rollout to the end of a step. Start-up and evaluation are not counted for either system.
 Weights are saved during the run, and evaluated after it; TRL's clock stops while they are saved, Flash's does not.
 
-`--case real` measures one workload, `--system TRL` one system, and `--seed N` one seed; curves of earlier calls are
-kept. TRL has a Python environment of its own under build/trl.
+Curves are kept, so that a call may measure a part: `--case real` one workload, `--system TRL` one system, `--seed N`
+one seed. TRL has a Python environment of its own under build/trl.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -56,6 +55,8 @@ OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
 TRL has the newest weights for each batch. Its settings are those that took the least CPU here. Per batch, on one core:
 short answers 0.6 s to generate (continuous batching 5 s) and 1.2 s to train (in one part 1.6 s); long ones 4 s with
 continuous batching, 11 s with a static cache, 22 s with the default one, and 6 s to train (in one part 9 s)."""
+SYSTEMS = ("Flash", *dict.fromkeys(system for others in OTHERS.values() for system in others))
+"""All systems."""
 SEEDS = (0, 1, 2)
 """Seeds of full runs: one alone says little, because the time to an accuracy depends on the samples."""
 QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
@@ -169,31 +170,23 @@ def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
     )
 
 
-def results(quick: bool) -> Path:
-    """Return the file in which curves are kept: quick runs have a file of their own."""
-    return OUT / "quick.json" if quick else CURVES
+def compare(args: Args, measured: Callable[[str, str, int, bool], Curve] = train_and_evaluate) -> list[Row]:
+    """Measure the workloads, systems and seeds of the options, and return the rows of all recorded runs.
 
-
-def compare(
-    cases: Sequence[str],
-    systems: Sequence[str],
-    seeds: Sequence[int],
-    args: Args,
-    measured: Callable[[str, str, int, bool], Curve] = train_and_evaluate,
-) -> list[Row]:
-    """Measure the named workloads, systems and seeds, and return the rows of all recorded runs, also of earlier calls.
-
-    `benchmarks.form.main` calls this. If `seeds` is empty, the seeds are SEEDS, or seed 0 for a quick run. Tests
-    replace `measured`.
+    These include runs of earlier calls. `benchmarks.form.main` calls this. Tests replace `measured`.
     """
+    seeds = args.own.seed or ([0] if args.quick else SEEDS)
     new = [
         measured(case, system, seed, args.quick)
-        for case in cases
-        for seed in seeds or ([0] if args.quick else SEEDS)
+        for case in args.own.case or CASES
+        for seed in seeds
         for system in ("Flash", *OTHERS[case])
-        if system in systems
+        if system in (args.own.system or SYSTEMS)
     ]
-    kept = {(curve.case, curve.seed, curve.system): curve for curve in curves.keep(results(args.quick), new)}
+    kept = {
+        (curve.case, curve.seed, curve.system): curve
+        for curve in curves.keep(OUT / "quick.json" if args.quick else CURVES, new)
+    }
     rows: list[Row] = []
     for case in sorted({case for case, _, _ in kept}):
         of_case: list[Row] = []
@@ -205,26 +198,17 @@ def compare(
     return rows
 
 
-def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
-    """Draw all recorded curves into the file `picture`. The rows do not hold them."""
-    curves.draw(curves.read(results(quick)), CASES, picture)
+def draw(rows: Sequence[Row], picture: Path) -> None:
+    """Draw the recorded curves of all full runs into the file `picture`. The rows do not hold them."""
+    curves.draw(curves.read(CURVES), CASES, picture)
 
 
-def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[int], list[str]]:
-    """Parse the options that only this benchmark has.
-
-    Returns the cases, the systems, the seeds, and the arguments that `benchmarks.form.main` parses.
-    """
-    systems = ["Flash", *dict.fromkeys(system for case in CASES for system in OTHERS[case])]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--case", choices=[*CASES], action="append")
-    parser.add_argument("--system", choices=systems, action="append")
-    parser.add_argument("--seed", type=int, action="append")
-    own, rest = parser.parse_known_args(argv)
-    return own.case or [*CASES], own.system or systems, own.seed or [], rest
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has. Each of them may be given several times."""
+    parser.add_argument("--case", choices=[*CASES], action="append", help="workload; by default all")
+    parser.add_argument("--system", choices=SYSTEMS, action="append", help="system; by default all")
+    parser.add_argument("--seed", type=int, action="append", help="seed; curves of other seeds are kept")
 
 
 if __name__ == "__main__":
-    cases, systems, seeds, rest = arguments(sys.argv[1:])
-    plot = partial(draw, "--quick" in rest)
-    main("versus_trl", __doc__ or "", partial(compare, cases, systems, seeds), rest, plot=plot)
+    main("versus_trl", __doc__ or "", compare, plot=draw, add_options=add_options)

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]: as above
 
 from benchmarks.episodes import held_out_seeds, prompts, rewards, training_seeds
-from benchmarks.versus_trl.evaluate import as_text
+from benchmarks.versus_trl.evaluate import generate
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from flash.config.load import load
 from flash.config.tree import Config
@@ -137,16 +137,7 @@ def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
     The first forward passes of a process are slower. Flash makes its first evaluation before its clock starts, too.
     """
     seeds = (held_out_seeds(config) * count)[:count]
-    tokenizer: Any = trainer.processing_class
-    texts = [as_text(tokenizer, one) for one in prompts(config, seeds)]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    with torch.no_grad():
-        trainer.model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=config.rollout.max_new_tokens,
-            do_sample=True,
-        )
+    generate(config, trainer.model, trainer.processing_class, prompts(config, seeds))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,10 @@ from benchmarks.offpolicy.run import (
     METHODS,
     SETTING,
     accuracy_table,
+    add_options,
     grid,
     in_processes,
     measure,
-    own_options,
     rows,
     summarise,
 )
@@ -178,6 +179,12 @@ def test_each_answer_is_judged_by_its_own_problem() -> None:
 # -- what is kept ----------------------------------------------------------------------------------------------------
 
 
+def parsed(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(argv)
+
+
 class FakeCells:
     """Ends all cells at once, but those of one age fail."""
 
@@ -194,16 +201,16 @@ class FakeCells:
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results" / "cells.jsonl"
-    options, _ = own_options(["--cells", str(file), "--seeds", "2"])
+    args = Args(quick=True, own=parsed(["--cells", str(file), "--seeds", "2"]))
     first, second, third = FakeCells(fails=8), FakeCells(), FakeCells()
-    measured = measure(options, Args(quick=True), first)
+    measured = measure(args, first)
     assert {row.case for row in measured} == {"grpo, α = 0", "decoupled_ppo, α = 0"}
     out = capsys.readouterr().out
     assert "grpo, α = 8, seed 0 failed: out of luck" in out
     assert "4 of 8 cells have no result" in out
-    measure(options, Args(quick=True), second)
+    measure(args, second)
     assert (len(first.ran), [cell.alpha for cell in second.ran]) == (8, [8] * 4)
-    measure(options, Args(quick=True), third)
+    measure(args, third)
     assert third.ran == []
     assert sorted(result.cell.alpha for result in read_results(file)) == [0] * 4 + [8] * 4
 
@@ -267,15 +274,9 @@ def test_each_method_is_also_held_to_the_budgets() -> None:
     assert all(together.count(cell) == 1 for cell in together)
 
 
-def test_the_common_options_are_left_to_the_common_form() -> None:
-    own, rest = own_options(["--quick", "--cells", "here", "--json", "rows.json", "--methods", "topr,grpo"])
-    assert rest == ["--quick", "--json", "rows.json"]
-    assert (own.cells, own.methods) == (Path("here"), ["topr", "grpo"])
-
-
 def test_an_unknown_method_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        own_options(["--methods", "grop"])
+        parsed(["--methods", "topr", "grop"])
     assert "grop" in capsys.readouterr().err
 
 

@@ -1,3 +1,4 @@
+import argparse
 import math
 import random
 import warnings
@@ -11,7 +12,7 @@ from benchmarks.versus_trl import curves as versus_trl_curves
 from benchmarks.versus_trl import environment as versus_trl_environment
 from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
-from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, arguments, configured, label
+from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, configured, label
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
 from envs.counting import CountingOptions
@@ -333,12 +334,6 @@ def test_counted_sums_are_rewarded_by_the_share_of_right_characters():
     assert versus_trl_problems.rewards(config, seeds, ["A", right[1] + "A9"]) == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(("option", "value"), [("lag", 2), ("lag", 101), ("length", 0), ("length", 1001)])
-def test_lagged_sums_that_make_no_problem_are_refused(option, value):
-    with pytest.raises(ConfigError, match=f"{option} must be a whole number"):
-        LaggedOptions(**{option: value})
-
-
 def test_lagged_sums_need_a_problem_before_an_answer():
     async def answer():
         await LaggedSums(LaggedOptions()).step("1")
@@ -354,9 +349,14 @@ def test_the_rows_cover_the_runs_of_earlier_calls_too():
     def stand_in(case, system, seed, quick):
         return curve(system, (0, 0.2), (2 if system == "Flash" else 6, 0.9), case=case, seed=seed)
 
-    versus_trl.compare(["short"], ["Flash", "TRL"], [1], Args(quick=True), stand_in)
-    versus_trl.compare(["long"], ["TRL"], [0], Args(quick=True), stand_in)
-    found = versus_trl.compare(["long"], ["Flash"], [0], Args(quick=True), stand_in)
+    def compare(*argv):
+        parser = argparse.ArgumentParser()
+        versus_trl.add_options(parser)
+        return versus_trl.compare(Args(quick=True, own=parser.parse_args(argv)), stand_in)
+
+    compare("--case", "short", "--system", "Flash", "--system", "TRL", "--seed", "1")
+    compare("--case", "long", "--system", "TRL")
+    found = compare("--case", "long", "--system", "Flash", "--seed", "0")
     speedups = {row.case: row.ours for row in found if row.metric == "speedup"}
     assert speedups == pytest.approx({"short, seed 1, over TRL": 3.0, "long, over TRL": 3.0})
 
@@ -375,17 +375,6 @@ def test_weights_are_kept_of_every_evaluated_step(case):
     config = workload(case)
     assert config.run.steps % config.checkpoint.every == 0
     assert config.checkpoint.keep >= config.run.steps // config.checkpoint.every
-
-
-def test_the_arguments_of_the_comparison_leave_the_others_alone():
-    systems = ["Flash", "TRL", "Flash, synchronous"]
-    assert arguments([]) == (["short", "long", "real"], systems, [], [])
-    assert arguments(["--case", "long", "--system", "TRL", "--quick", "--seed", "2", "--json", "x"]) == (
-        ["long"],
-        ["TRL"],
-        [2],
-        ["--quick", "--json", "x"],
-    )
 
 
 # -- the evaluation of both ------------------------------------------------------------------------------------------
