@@ -12,6 +12,7 @@ import argparse
 import inspect
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -269,15 +270,16 @@ def print_table(rows: Sequence[Row]) -> None:
 def machine() -> list[tuple[str, str]]:
     """Describe the machine, the software and the commit, as (title, text) lines."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-    memory = _field(Path("/proc/meminfo"), "MemTotal")
+    about_cpus = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*:\s*(.+)", about_cpus.read_text()) if about_cpus.exists() else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
         system = platform.platform()
     lines = [
-        ("cpu", f"{model}, {cores} of {os.cpu_count()} cores usable"),
-        ("memory", f"{int(memory.split()[0]) / 2**20:.1f} GiB" if memory else "unknown"),
+        ("cpu", f"{named[1] if named else platform.machine()}, {cores} of {os.cpu_count()} cores usable"),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
         ("system", f"{system}, Python {platform.python_version()}"),
         ("software", ", ".join(f"{name} {installed_version(name)}" for name in SOFTWARE)),
     ]
@@ -294,17 +296,6 @@ def _figure(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
-
-
-def _field(file: Path, key: str) -> str | None:
-    """Return the value of the first line `key : value` of a file; None without such a line or file."""
-    if not file.exists():
-        return None
-    for line in file.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None
 
 
 def installed_version(package: str) -> str:

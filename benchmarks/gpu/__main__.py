@@ -24,8 +24,7 @@ from pathlib import Path
 
 from benchmarks.form import Args, Row, main
 from benchmarks.gpu import runs
-from benchmarks.gpu.sizes import Part, Sizes, Skipped
-from benchmarks.gpu.steps import exact_rows, memory_rows, mfu_rows
+from benchmarks.gpu.steps import Part, Sizes, Skipped, exact_rows, memory_rows, mfu_rows
 from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"

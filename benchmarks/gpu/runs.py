@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS, Row
-from benchmarks.gpu.sizes import MIXTURE, MODELS, Part, Sizes, Skipped, random_model, weight_bytes
+from benchmarks.gpu.steps import MIXTURE, MODELS, Part, Sizes, Skipped, random_model, weight_bytes
 from benchmarks.real.engine_cost import config_for, efficiency_rows
 from benchmarks.real.runs import Measured, train
 from flash.config.load import load
@@ -84,12 +84,7 @@ def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
 
 
 def kind_rows(kind: str, sizes: Sizes) -> list[Row]:
-    """Measure a run with the settings of a kind, which is a key of KINDS and the name of a part.
-
-    Raises:
-        Skipped: there is no GPU, and the kind needs one.
-        CalledProcessError: the run failed; its output says why.
-    """
+    """Measure a run with the settings of a kind, which is a key of KINDS and the name of a part."""
     return version_rows(f"tiny, {kind}", run_kind(kind, f"gpu-check-{kind}", sizes, KINDS[kind]), sizes)
 
 
@@ -98,10 +93,6 @@ def routing_rows(sizes: Sizes) -> list[Row]:
 
     This is the part `routing`. The experts of a *mixture* are parts of a layer, of which each token uses a few. With
     replay, the trainer uses the experts that the engine has chosen.
-
-    Raises:
-        Skipped: there is no GPU.
-        CalledProcessError: a run failed; its output says why.
     """
     make_missing_models(load(TINY, []))
     model = random_model(MODELS / "gpu-check-mixture", MIXTURE, TINY_MODEL, endless=False)

@@ -18,9 +18,10 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.form import Args, Row, main
-from benchmarks.offpolicy.cells import Cell, Method, Result, Setting, append_result, read_results
+from benchmarks.offpolicy.harness import Cell, Method, Result, Setting, append_result, read_results, train_cell
 from benchmarks.plots import lines
 from flash.observe.stats import Interval, mean_interval
+from flash.run.models import make_missing_models
 
 METHODS = (
     Method(key="grpo", objective="grpo"),
@@ -77,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     """Upper end of the interval."""
     collapses: int
-    """Number of seeds whose run has collapsed (`cells.COLLAPSED`)."""
+    """Number of seeds whose run has collapsed (`harness.COLLAPSED`)."""
 
     @property
     def case(self) -> str:
@@ -165,9 +166,6 @@ def train_cells(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result | str]]:
     Each usable core trains one cell at a time. The model of all cells is made first, unless it exists, because
     processes that make it at the same time would disturb each other.
     """
-    from benchmarks.offpolicy.harness import train_cell
-    from flash.run.models import make_missing_models
-
     make_missing_models(cells[0].config())
     return in_processes(train_cell, cells, len(os.sched_getaffinity(0)), CELL_TIMEOUT_S)
 

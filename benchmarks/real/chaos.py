@@ -1,7 +1,7 @@
 """A run on three hosts in which a fault happens every 20 s on average.
 
 The model and task are those of examples/tiny.toml. The first host has the hub, the trainer and an engine, and the two
-others have an engine each. The seed decides the faults. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a
+others have an engine each. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a
 process: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it, or `flash train`
 itself. Or it cuts the link of a host, in one direction or in both. A command that ends is started again after 3 s. At
 the end the run is resumed once more, and ends by itself. The files that it leaves show what was lost or counted twice.
@@ -46,6 +46,8 @@ CALM_S, QUICK_CALM_S = 300.0, 60.0
 """Seconds of the run without faults."""
 QUICK_LONGEST_S = 20.0
 """Longest stop or cut of `--quick`, in seconds."""
+SEED = 0
+"""Seed of the plan of faults."""
 SECONDS = 1800.0
 """Default of `--seconds`: the time in which faults happen."""
 SETTLE_S = 100.0
@@ -304,7 +306,7 @@ def measure(args: Args) -> list[Row]:
     if reason := why_no_hosts():
         raise SystemExit(f"no hosts can be made here: {reason}")
     seconds = own.seconds or SECONDS
-    faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(seconds, own.seed)
+    faults = one_of_each(SEED, QUICK_LONGEST_S) if args.quick else plan(seconds, SEED)
     if args.quick:
         seconds = faults[-1].at + GAP_S
     folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
@@ -332,7 +334,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         return float(text)
 
     parser.add_argument("--seconds", type=seconds, help=f"time in which faults happen; default: {SECONDS:g}")
-    parser.add_argument("--seed", type=int, default=0, help="decides the faults")
     parser.add_argument("--stream", action="store_true", help="give both runs streamed steps")
 
 

@@ -133,20 +133,13 @@ async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
 
 
 @asynccontextmanager
-async def open_local_pool(
-    backend: Backend, settings: HostSettings | None = None, warm: Sequence[tuple[Spec, int]] = ()
-) -> AsyncGenerator[tuple[SandboxPool, LocalHost]]:
-    """Open a pool like the one of the sandbox service, with this machine as its only host.
-
-    Args:
-        backend: container engine.
-        settings: settings of the host; None: the defaults.
-        warm: sandboxes that the host keeps warm, and the number of each.
-    """
+async def open_local_pool(backend: Backend, warm: int) -> AsyncGenerator[tuple[SandboxPool, LocalHost]]:
+    """Open a pool like the one of the sandbox service, with this machine as its only host, which keeps `warm` sandboxes
+    warm."""
     with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
         identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
         async with (
-            open_engine_host(backend, identity, name="here", settings=settings, warm=warm) as host,
+            open_engine_host(backend, identity, name="here", settings=FIXED_WARM, warm=[(SPEC, warm)]) as host,
             open_pool([host]) as pool,
         ):
             yield pool, host
@@ -157,7 +150,7 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     """Provide a sandbox of a service over HTTP at loopback. Service and client are in this process."""
     token, address = uuid4().hex, HttpAddress(port=0)
     async with (
-        open_local_pool(backend, FIXED_WARM) as (pool, _),
+        open_local_pool(backend, 0) as (pool, _),
         open_service(pool, Tokens({ADMIN: Token(token)})) as service,
         serving(make_app(service), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
@@ -172,7 +165,7 @@ async def warm_starts(backend: Backend, count: int) -> list[float]:
     The time of a start is from the request of a sandbox to the result of its first command.
     """
     taken: list[float] = []
-    async with open_local_pool(backend, FIXED_WARM, [(SPEC, 1)]) as (pool, host):
+    async with open_local_pool(backend, 1) as (pool, host):
         for _ in range(count):
             # The request before took the only warm sandbox. The host makes the next one in the background, and
             # `pool.state` gets a new version when that sandbox is warm.

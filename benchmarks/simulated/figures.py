@@ -40,25 +40,21 @@ GPUS_PER_NODE = 8
 
 
 def workload(name: str, **tables: Mapping[str, Any]) -> Config:
-    """Return the configuration benchmarks/workloads/<name>.toml with changes.
+    """Return the configuration benchmarks/workloads/<name>.toml with changes, as `change` makes them."""
+    return change(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), **tables)
 
-    Each table of `tables` replaces some keys of the same table.
+
+def change(base: Config | Mapping[str, Any], **tables: Mapping[str, Any]) -> Config:
+    """Return a configuration with changes: each table of `tables` replaces some keys of the same table.
+
+    The number of GPUs that serve engines gives the number of nodes, unless it is changed, too.
     """
-    return _changed(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), tables)
-
-
-def change(config: Config, **tables: Mapping[str, Any]) -> Config:
-    """Return a configuration with changes, as in `workload`."""
-    return _changed(msgspec.to_builtins(config), tables)
-
-
-def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return a configuration: the tables `base`, changed by `tables`. The GPUs of engines give the number of nodes."""
-    changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
+    before = msgspec.to_builtins(base) if isinstance(base, Config) else base
+    changed = {name: before.get(name, {}) | dict(table) for name, table in tables.items()}
     simulated = tables.get("simulate", {})
     if "rollout_gpus" in simulated and "nodes" not in simulated:
         changed["simulate"]["nodes"] = math.ceil(simulated["rollout_gpus"] / GPUS_PER_NODE)
-    return msgspec.convert({**base, **changed}, Config)
+    return msgspec.convert({**before, **changed}, Config)
 
 
 def ours(config: Config, **rollout: object) -> SimReport:
@@ -195,11 +191,6 @@ FIRST = 4
 """Number of steps that count as the first ones of a run in `length_bias`."""
 
 
-def windowed(window: float | None, steps: int) -> Config:
-    """Configure a run of `length_bias` with a window in batches, None for any order."""
-    return workload("length_bias", run={"steps": steps}, rollout={"fifo_window": window})
-
-
 def length_bias(args: Args) -> list[Row]:
     """Compare the lengths of trained samples: batches of the first complete groups favour short answers.
 
@@ -211,10 +202,14 @@ def length_bias(args: Args) -> list[Row]:
     """
     steps = 20 if args.quick else 60
     rows: list[Row] = []
-    free = simulate(windowed(None, steps))
+    free: SimReport | None = None  # the run without a window, which is the first
     for window in WINDOWS:
         case = "α = 2, " + ("any order" if window is None else f"window {window:g}")
-        first, whole = (simulate(windowed(window, count)) for count in (FIRST, steps))
+        first, whole = (
+            simulate(workload("length_bias", run={"steps": count}, rollout={"fifo_window": window}))
+            for count in (FIRST, steps)
+        )
+        free = free or whole
         rows += [
             Row(case, f"length_in_{FIRST}_steps", "share", first.mean_trained_length / free.mean_issued_length),
             Row(case, f"length_in_{steps}_steps", "share", whole.mean_trained_length / free.mean_issued_length),
@@ -234,8 +229,7 @@ def async_ratio(args: Args) -> list[Row]:
 
     The peer's column has the figures of ROLL Flash's rules. Rows named AReaL have the figures of AReaL's rules: its
     admission bounds the average age, and no age is checked when a sample is trained. If 1 % of the answers are forty
-    times longer, its oldest token is far older than η, as the last row shows. Rows named streamed are runs with
-    train.stream.
+    times longer, its oldest token is far older than η, as the last row shows.
     """
     batch, steps = (512, 5) if args.quick else (1024, 16)
     base = workload(
@@ -252,11 +246,9 @@ def async_ratio(args: Args) -> list[Row]:
         )
         speed, bound = report.samples_per_s, batch / capacity_s(config, report)
         own[ratio] = speed
-        streamed = ours(change(config, train={"stream": True})).samples_per_s
         rows += [
             Row(f"{ratio}", "samples_per_s", "samples/s", speed, peer=peer.samples_per_s, bound=bound),
-            # These are not called `samples_per_s`, because the plot has a point for each row of that name.
-            Row(f"{ratio}, streamed", "streamed_samples_per_s", "samples/s", streamed, bound=bound),
+            # This is not called `samples_per_s`, because the plot has a point for each row of that name.
             Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", speed, peer=other.samples_per_s),
         ]
     gain = (own[2] - own[0]) / (own[8] - own[0])
@@ -316,8 +308,7 @@ def scaling(args: Args) -> list[Row]:
 
     The batch is the same at every size, so a larger machine has less work per GPU and the same longest answer. Three
     quarters of the GPUs serve engines. `scaling` is the throughput at 128 GPUs divided by that at 16; 8 is the limit.
-    At α = 2 the longest answers do not fit into three steps of 128 GPUs. The rows with α = 4 give them five steps. Rows
-    named streamed are runs with train.stream.
+    At α = 2 the longest answers do not fit into three steps of 128 GPUs. The rows with α = 4 give them five steps.
     """
     if args.quick:
         return scale(2, ENDS, steps=4, batch=1024)
@@ -350,8 +341,6 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
         case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
         rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=limits[-1]))
         own.append(speed)
-        streamed = ours(change(config, train={"stream": True})).samples_per_s
-        rows.append(Row(f"{case}, streamed", "streamed_samples_per_s", "samples/s", streamed, bound=limits[-1]))
         if ratio == 2:
             sync.append(synchronous(config, BaselineRules(env_async=True)).samples_per_s)
     case, ours_x = f"16 to 128 GPUs, {label}", own[-1] / own[0]
@@ -385,9 +374,7 @@ def end_to_end(args: Args) -> list[Row]:
     baseline_s = synchronous(config, BaselineRules(env_async=True)).step_s
     peer_s = roll_flash(config, RollRules(async_ratio=config.train.async_ratio)).step_s
     report, published = ours(config), None if args.quick else 2.24
-    streamed, bound_s = ours(change(config, train={"stream": True})), capacity_s(config, report)
-    rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, bound_s, published)
-    rows.append(Row("RLVR, async, streamed", "speedup", "x", baseline_s / streamed.step_s, bound=baseline_s / bound_s))
+    rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), published)
     return [*rows, *(row for name in CHAINS for row in agentic(name, args.quick))]
 
 

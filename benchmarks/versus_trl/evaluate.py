@@ -66,7 +66,13 @@ def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) ->
     import torch
     from transformers import GenerationConfig
 
-    texts = [as_text(tokenizer, prompt) for prompt in asked]
+    # Chat messages become text by the model's chat template.
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in asked
+    ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     sampling = {"do_sample": False}
     if config.eval.temperature > 0:
@@ -84,13 +90,6 @@ def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) ->
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings
         )
     return tokenizer.batch_decode(tokens_BT[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def as_text(tokenizer: Any, prompt: Prompt) -> str:
-    """Return the prompt as the text that the model gets: chat messages become text by the model's chat template."""
-    if isinstance(prompt, str):
-        return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 def load_weights(model: Any, place: Path) -> None:

@@ -11,7 +11,8 @@ The clock runs from the first rollout to the end of a step. Start-up and evaluat
 Weights are saved during the run, and evaluated after it; TRL's clock stops while they are saved, Flash's does not.
 
 Curves are kept, so that a call may measure a part: `--case real` one workload, `--system TRL` one system, `--seed N`
-one seed. TRL has a Python environment of its own under build/trl.
+one seed. TRL has a Python environment of its own under build/trl, which is made once and takes 1.3 GB (6 GB with torch
+for GPUs). Only torch, transformers and the packages that Flash's environments need have the same versions there.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from benchmarks.form import RESULTS, WORKLOADS, Args, Row, main, run_command
-from benchmarks.versus_trl import curves, environment
+from benchmarks.form import RESULTS, ROOT, WORKLOADS, Args, Row, main, make_python, run_command
+from benchmarks.versus_trl import curves
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
 from flash.config.load import load
@@ -62,12 +64,18 @@ SEEDS = (0, 1, 2)
 QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
 """Overrides of `--quick`."""
 
+TRL_FOLDER = ROOT / "build" / "trl"
+"""Folder of the Python environment of TRL."""
+PINNED = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
+"""Packages that only TRL's environment needs."""
+SHARED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "anyio", "tomli-w")
+"""Packages that are taken in the version that Flash runs with."""
 CURVES = RESULTS / "versus_trl_curves.json"
 """File with the recorded curves."""
 OUT = Path("outputs") / "versus-trl"
 """Folder of the runs."""
 RUN_TIMEOUT_S = 1800
-"""Longest wait for one run."""
+"""Longest wait for one run, or for pip."""
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -102,6 +110,52 @@ def label(case: str, seed: int, quick: bool) -> str:
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
+# -- TRL's Python environment ----------------------------------------------------------------------------------------
+
+
+def requirements() -> list[str]:
+    """Return the requirements that pip installs for TRL."""
+    # Without the local part of a version: one index calls a release `2.13.0+cpu`, another one `2.13.0`.
+    return [*PINNED, *(f"{name}=={metadata.version(name).partition('+')[0]}" for name in SHARED)]
+
+
+def install_trl(executable: Path) -> None:
+    """Install TRL into a new environment, with torch's build for CPUs on a machine without a GPU.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install it; its output was shown.
+    """
+    pip = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    packages = installer()
+    if not packages.has_nvidia_gpu():
+        torch = packages.find_torch(executable)
+        if torch.size == packages.CPU:  # the other one comes below, with what it requires
+            where = packages.commands.variables(dict(torch.variables))
+            run_command([*pip, "--no-deps", torch.requirement], RUN_TIMEOUT_S, where)
+    run_command([*pip, *requirements()], RUN_TIMEOUT_S)
+
+
+def installer() -> Any:
+    """Import scripts/packages.py, which is found by its folder like the scripts beside it."""
+    sys.path.append(str(ROOT / "scripts"))
+    return import_module("packages")
+
+
+def variables(threads: int) -> dict[str, str]:
+    """Return the environment variables of TRL's process, which has the repository on its path and no network."""
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
 def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
     """Run TRL's GRPOTrainer on a workload, in TRL's Python environment.
 
@@ -112,9 +166,17 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     out = OUT / f"trl-{label(case, seed, quick)}"
     shutil.rmtree(out, ignore_errors=True)
     chosen = msgspec.json.encode(choices).decode()
-    command = [environment.python(), "-m", "benchmarks.versus_trl.runner", out, chosen, file, *overrides]
+    command = [
+        make_python(TRL_FOLDER, requirements(), install_trl),
+        "-m",
+        "benchmarks.versus_trl.runner",
+        out,
+        chosen,
+        file,
+        *overrides,
+    ]
     threads = len(os.sched_getaffinity(0))
-    run_command(command, RUN_TIMEOUT_S, environment.variables(threads))
+    run_command(command, RUN_TIMEOUT_S, variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())
     lengths = [generation["mean_tokens"] for generation in report["generations"]]
     saved = [(int(one.stem.removeprefix("step-")), one) for one in sorted((out / "weights").iterdir())]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]
 
-`benchmarks.versus_trl.run` starts it with the Python of `benchmarks.versus_trl.environment`. It writes into the folder
+`benchmarks.versus_trl.run` starts it with the Python of TRL's environment. It writes into the folder
 OUT, which must be empty or missing: `weights/step-000010.safetensors` and so on, every `checkpoint.every` steps and
 after the last one, and `steps.json` at the end.
 
@@ -28,9 +28,10 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.episodes import held_out_seeds, prompts, rewards, training_seeds
 from benchmarks.versus_trl.evaluate import generate
-from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
+from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments
 from flash.config.load import load
 from flash.config.tree import Config
+from flash.trainer.optimizer import learning_rate
 
 SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 """Packages whose versions are written into the result."""
@@ -119,7 +120,10 @@ def build(config: Config, choices: TrlChoices, out: Path, clock: TimedSaves, sco
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     seeds = training_seeds(config)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(config.train))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup(config.train, step))
+    # Flash's own learning rate: the linear warm-up of transformers has a rate of 0 at the first step.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(config.train, config.run.steps, step) / config.train.learning_rate
+    )
     return GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(config.model.path),

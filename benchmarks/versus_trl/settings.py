@@ -106,11 +106,3 @@ def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
         "weight_decay": train.weight_decay,
         "fused": True,
     }
-
-
-def warmup(train: TrainConfig, step: int) -> float:
-    """Return the share of the peak learning rate at a step from 0, as `flash.trainer.optimizer.learning_rate`.
-
-    The linear warm-up of transformers has a rate of 0 at the first step.
-    """
-    return min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0

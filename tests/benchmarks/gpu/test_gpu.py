@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.episodes import GROUP_SIZE, random_shard
 from benchmarks.gpu.__main__ import PARTS, check
-from benchmarks.gpu.sizes import MIXTURE, TINY, Sizes, Skipped, random_model, weight_bytes
+from benchmarks.gpu.steps import MIXTURE, TINY, Sizes, Skipped, random_model, weight_bytes
 from flash.config.machine import count_gpus
 
 

@@ -13,8 +13,19 @@ import torch
 from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
 from benchmarks.form import Args
 from benchmarks.offpolicy import run as offpolicy
-from benchmarks.offpolicy.cells import Cell, Method, Point, Result, Setting, append_result, read_results
-from benchmarks.offpolicy.harness import Rollouts, Sampler, aged, batches
+from benchmarks.offpolicy.harness import (
+    Cell,
+    Method,
+    Point,
+    Result,
+    Rollouts,
+    Sampler,
+    Setting,
+    aged,
+    append_result,
+    batches,
+    read_results,
+)
 from benchmarks.offpolicy.run import (
     METHODS,
     SETTING,

@@ -9,11 +9,10 @@ import pytest
 from benchmarks import episodes as versus_trl_problems
 from benchmarks.form import Args
 from benchmarks.versus_trl import curves as versus_trl_curves
-from benchmarks.versus_trl import environment as versus_trl_environment
 from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
 from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, configured, label
-from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
+from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments
 from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
 from envs.counting import CountingOptions
 from flash.config.load import load
@@ -219,16 +218,6 @@ def test_a_batch_is_cut_into_whole_groups():
         grpo_arguments(workload("short"), TrlChoices(micro_batches=3))
 
 
-@pytest.mark.parametrize("steps", [0, 5])
-def test_both_learning_rates_warm_up_alike(steps):
-    from flash.trainer.step import learning_rate
-
-    config = workload("short", f"train.warmup_steps={steps}")
-    for step in range(8):
-        expected = learning_rate(config.train, config.run.steps, step)
-        assert config.train.learning_rate * warmup(config.train, step) == pytest.approx(expected)
-
-
 @BOTH
 def test_both_train_on_the_same_problems_in_the_same_order(case):
     config = workload(case, "run.seed=3", "run.steps=2")
@@ -254,7 +243,7 @@ def test_the_held_out_problems_are_none_of_the_training_problems(case):
 def test_flash_and_trl_may_use_both_cores(case):
     cluster = workload(case).cluster
     assert {*(cluster.node_cpus or range(2)), *(cluster.trainer_cpus or range(2))} == {0, 1}
-    assert versus_trl_environment.variables(2)["OMP_NUM_THREADS"] == "2"
+    assert versus_trl.variables(2)["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize("case", ["short", "long"])
@@ -265,13 +254,13 @@ def test_there_is_room_for_the_longest_answer(case):
 
 
 def test_the_requirements_pin_every_package_and_share_flashs_versions():
-    wanted = versus_trl_environment.requirements()
+    wanted = versus_trl.requirements()
     assert all("==" in requirement and "+" not in requirement for requirement in wanted)
     assert {"trl", "torch", "transformers"} <= {requirement.partition("==")[0] for requirement in wanted}
 
 
 def test_the_installer_says_where_torch_comes_from():
-    installer = versus_trl_environment.installer()
+    installer = versus_trl.installer()
     assert callable(installer.find_torch)
     assert isinstance(installer.has_nvidia_gpu(), bool)
 
