@@ -14,7 +14,6 @@ import anyio
 import numpy as np
 
 from flash.config.tree import Config
-from flash.environment import Environment
 from flash.environment.load import LoadedEnvironment
 from flash.environment.results import check_reset_result, check_step_result
 from flash.samples.tasks import TaskSource, held_out_tasks
@@ -52,20 +51,20 @@ def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> lis
 
 
 async def _episodes(config: Config, seeds: Sequence[int], answers: Sequence[str | None]) -> list[tuple[Prompt, float]]:
-    """Play one episode for each seed, one after the other. Returns prompts and rewards, as `_episode` does."""
-    loaded = LoadedEnvironment(config.env.path, config.env.options)
-    return [await _episode(loaded.make(), seed, answer) for seed, answer in zip(seeds, answers, strict=True)]
+    """Play one episode for each seed, one after the other.
 
-
-async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[Prompt, float]:
-    """Play one episode. Returns its prompt, and the reward of the answer, which is 0 if `answer` is None."""
-    try:
-        shown, _ = check_reset_result(await env.reset(seed))
-        prompt = shown if isinstance(shown, str) else [{"role": one.role, "content": one.content} for one in shown]
-        reward = check_step_result(await env.step(answer))[1] if answer is not None else 0.0
-        return prompt, reward
-    finally:
-        await env.close()
+    Returns the prompt of each, and the reward of its answer, which is 0 if the answer is None.
+    """
+    loaded, played = LoadedEnvironment(config.env.path, config.env.options), list[tuple[Prompt, float]]()
+    for seed, answer in zip(seeds, answers, strict=True):
+        env = loaded.make()
+        try:
+            shown, _ = check_reset_result(await env.reset(seed))
+            prompt = shown if isinstance(shown, str) else [{"role": one.role, "content": one.content} for one in shown]
+            played.append((prompt, check_step_result(await env.step(answer))[1] if answer is not None else 0.0))
+        finally:
+            await env.close()
+    return played
 
 
 def make_trajectory(

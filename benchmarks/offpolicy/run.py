@@ -63,97 +63,63 @@ BASELINE = "grpo"
 """Synchronous training is this method at alpha = 0."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final accuracy of a method at one alpha, over its seeds."""
+def rows(results: Sequence[Result]) -> list[Row]:
+    """Return the rows: final accuracies over seeds by method and age, and how they compare with synchronous training.
 
-    method: Method
-    alpha: int
-    """Age of the data, in versions."""
-    seeds: int
-    """Number of seeds."""
-    mean: float
-    """Final accuracy."""
-    low: float
-    """95 % confidence interval of the mean over seeds (Student's t), within 0 … 1; the mean if there is one seed."""
-    high: float
-    """Upper end of the interval."""
-    collapses: int
-    """Number of seeds whose run has collapsed (`harness.COLLAPSED`)."""
-
-    @property
-    def case(self) -> str:
-        """Name of the rows."""
-        return f"{self.method.title}, α = {self.alpha}"
-
-
-def summarise(results: Sequence[Result]) -> list[Summary]:
-    """Make one summary for each method and alpha, in the order of their first results."""
+    The interval of a mean over seeds is that of Student's t, within 0 … 1; it is the mean if there is one seed. A
+    method is as good as synchronous training if its mean is not below the lower end of the latter's interval. The goals
+    are 4 such methods at α = 2, and 1 at α = 8.
+    """
     together: dict[tuple[str, int], list[Result]] = {}
     for result in results:
-        together.setdefault((result.cell.method.key, result.cell.alpha), []).append(result)
-    found: list[Summary] = []
-    for members in together.values():
-        finals = [result.final for result in members]
+        together.setdefault((result.cell.method.title, result.cell.alpha), []).append(result)
+    out: list[Row] = []
+    for (title, alpha), members in together.items():
+        case, finals = f"{title}, α = {alpha}", [result.final for result in members]
         # One value says nothing about the spread.
         interval = mean_interval(finals) if len(finals) > 1 else Interval(finals[0], finals[0], finals[0])
-        found.append(
-            Summary(
-                method=members[0].cell.method,
-                alpha=members[0].cell.alpha,
-                seeds=len(members),
-                mean=interval.mean,
-                low=max(interval.low, 0.0),
-                high=min(interval.high, 1.0),
-                collapses=sum(result.collapsed for result in members),
-            )
-        )
-    return found
-
-
-def rows(summaries: Sequence[Summary]) -> list[Row]:
-    """Return the rows: each final accuracy, and how it compares with synchronous training.
-
-    A method is as good as synchronous training if its mean is not below the lower end of the latter's interval. The
-    goals are 4 such methods at α = 2, and 1 at α = 8.
-    """
-    out: list[Row] = []
-    for summary in summaries:
         out += [
-            Row(summary.case, "final_accuracy", "share", summary.mean),
-            Row(summary.case, "final_accuracy_low", "share", summary.low),
-            Row(summary.case, "final_accuracy_high", "share", summary.high),
-            Row(summary.case, "seeds", "runs", summary.seeds),
-            Row(summary.case, "collapsed", "runs", summary.collapses),
+            Row(case, "final_accuracy", "share", interval.mean),
+            Row(case, "final_accuracy_low", "share", max(interval.low, 0.0)),
+            Row(case, "final_accuracy_high", "share", min(interval.high, 1.0)),
+            Row(case, "seeds", "runs", len(members)),
+            Row(case, "collapsed", "runs", sum(result.collapsed for result in members)),
         ]
-    baseline = next((one for one in summaries if (one.method.key, one.alpha) == (BASELINE, 0)), None)
+    found = {(row.case, row.metric): row.ours for row in out}
+    least = found.get((f"{BASELINE}, α = 0", "final_accuracy_low"))
     for alpha, goal in ((2, 4), (8, 1)):
-        here = [summary for summary in summaries if summary.alpha == alpha]
-        if baseline is None or not here:
+        here = [title for title, age in together if age == alpha]
+        if least is None or not here:
             continue
-        good = sum(summary.mean >= baseline.low for summary in here)
+        good = sum(found[f"{title}, α = {alpha}", "final_accuracy"] >= least for title in here)
         case = f"as good as synchronous {BASELINE}, α = {alpha}"
         out.append(Row(case, "methods", f"of {len(here)}", good, at_least=goal))
     return out
 
 
-def accuracy_table(summaries: Sequence[Summary]) -> str:
+def accuracy_table(rows: Sequence[Row]) -> str:
     """Return a Markdown table of final accuracies by method and α, with half intervals and collapsed runs.
 
     docs/figures.md has this table, and a test compares them.
     """
-
-    def cell(summary: Summary) -> str:
-        """Return the text of a cell of the table."""
-        half = f" ± {(summary.high - summary.low) / 2:.3f}" if summary.seeds > 1 else ""
-        collapsed = f", {summary.collapses} of {summary.seeds} collapsed" if summary.collapses else ""
-        return f"{summary.mean:.3f}{half}{collapsed}"
-
-    titles = list(dict.fromkeys(summary.method.title for summary in summaries))
-    alphas = sorted({summary.alpha for summary in summaries})
-    at = {(summary.method.title, summary.alpha): cell(summary) for summary in summaries}
+    cases: dict[str, dict[str, float]] = {}  # figures of each case, by metric
+    for row in rows:
+        cases.setdefault(row.case, {})[row.metric] = row.ours
+    cells: dict[str, dict[int, str]] = {}  # text of each cell of the table, by method and α
+    for case, figures in cases.items():
+        if "methods" in figures:
+            continue
+        text = f"{figures['final_accuracy']:.3f}"
+        if figures["seeds"] > 1:
+            text += f" ± {(figures['final_accuracy_high'] - figures['final_accuracy_low']) / 2:.3f}"
+        if figures["collapsed"]:
+            text += f", {figures['collapsed']} of {figures['seeds']} collapsed"
+        title, _, alpha = case.rpartition(", α = ")
+        cells.setdefault(title, {})[int(alpha)] = text
+    alphas = sorted({alpha for row in cells.values() for alpha in row})
     lines = [f"| final held-out accuracy | {' | '.join(f'α = {alpha}' for alpha in alphas)} |"]
     lines.append(f"|---|{'--:|' * len(alphas)}")
-    lines += [f"| {title} | {' | '.join(at.get((title, alpha), '') for alpha in alphas)} |" for title in titles]
+    lines += [f"| {title} | {' | '.join(row.get(alpha, '') for alpha in alphas)} |" for title, row in cells.items()]
     return "\n".join(lines)
 
 
@@ -237,9 +203,8 @@ def measure(args: Args, train_cells: TrainCells = train_cells) -> list[Row]:
     found = [result for cell in cells for result in recorded if result.cell == cell]
     if lost := len(cells) - len(found):
         print(f"\n{lost} of {len(cells)} cells have no result; the same command runs them")
-    summaries = summarise(found)
-    print(f"\n{accuracy_table(summaries)}\n")
-    return rows(summaries)
+    print(f"\n{accuracy_table(rows(found))}\n")
+    return rows(found)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

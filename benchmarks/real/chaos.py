@@ -122,7 +122,7 @@ async def inject(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[lis
 
 # -- losses and double counts ----------------------------------------------------------------------------------------
 #
-# They are read from the files that the run left. All functions except `left_by` and `trained` touch no file. The run
+# They are read from the files that the run left. All functions except `left_by` touch no file. The run
 # must have ended in order: then nothing is in flight, and the *ledger* counts every task and every token in one place,
 # by its fate. A *task* asks for one sample.
 
@@ -198,14 +198,12 @@ def left_by(run_dir: Path) -> Left:
         rows=directory.read_metrics(),
         redone=redone,
         samples=Counter(sample.step for sample in directory.read_samples()),
-        batches=[trained(directory.batches, step) for step in recorded_steps(directory.batches)],
+        batches=[
+            Trained(step, batch.min_version, [(made.task.task_id, made.versions) for made in batch.trajectories])
+            for step in recorded_steps(directory.batches)
+            for batch in (read_batch(directory.batches, step),)
+        ],
     )
-
-
-def trained(folder: Path, step: int) -> Trained:
-    """Read a recorded batch, without its texts."""
-    batch = read_batch(folder, step)
-    return Trained(step, batch.min_version, [(made.task.task_id, made.versions) for made in batch.trajectories])
 
 
 def judge(left: Left) -> Verdict:
@@ -280,20 +278,23 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float, *, s
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
     hangs = len(stretches(left.times, result.begin, result.end, HANG_S)) + len(result.stuck)
     broken_per_s = tokens_per_second(left.rows, result.begin, result.end)
+    courses = ((case, result, hangs, broken_per_s), ("no faults", calm, len(calm.stuck), calm_per_s))
     return [
         *(
             Row(case, name, units[name.partition("_")[0]], value, at_most=0)
             for name, value in msgspec.structs.asdict(verdict).items()
         ),
-        Row(case, "orphans_left", "processes, folders", len(result.orphans), at_most=0),
-        Row(case, "hangs", f"times > {HANG_S:g} s", hangs, at_most=0),
-        Row(case, "launches_failed", "commands", len(result.failed), at_most=0),
+        *(
+            row
+            for name, course, hung, tokens_per_s in courses
+            for row in (
+                Row(name, "orphans_left", "processes, folders", len(course.orphans), at_most=0),
+                Row(name, "hangs", f"times > {HANG_S:g} s", hung, at_most=0),
+                Row(name, "launches_failed", "commands", len(course.failed), at_most=0),
+                Row(name, "trained_tokens_per_s", "tokens/s", tokens_per_s),
+            )
+        ),
         Row(case, "goodput", "share of the calm run", broken_per_s / calm_per_s, at_least=GOAL),
-        Row(case, "trained_tokens_per_s", "tokens/s", broken_per_s),
-        Row("no faults", "trained_tokens_per_s", "tokens/s", calm_per_s),
-        Row("no faults", "orphans_left", "processes, folders", len(calm.orphans), at_most=0),
-        Row("no faults", "hangs", "commands", len(calm.stuck), at_most=0),
-        Row("no faults", "launches_failed", "commands", len(calm.failed), at_most=0),
         Row(case, "found_nothing_to_hit", "faults", result.missed),
     ]
 

@@ -211,15 +211,12 @@ class Job:
 
     async def all_engines(self) -> None:
         """Wait for a step with an engine on each host. Raises TimeoutError if there is none within `START_S`."""
-
-        def engines() -> int:
-            """Return the number of engines that served during the newest step; 0 before the first step."""
-            rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
-            return int(rows[-1]["engines"]) if rows else 0
-
         with anyio.fail_after(START_S):
-            while engines() < len(NAMES):  # noqa: ASYNC110  # no event announces it
-                await anyio.sleep(POLL_S)
+            while True:
+                rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
+                if rows and rows[-1]["engines"] == len(NAMES):  # engines that served during the newest step
+                    return
+                await anyio.sleep(POLL_S)  # no event announces it
 
     def victims(self, host: int, target: Target) -> list[int]:
         """Return the ids of the processes on a host that `target` names."""

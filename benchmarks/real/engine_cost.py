@@ -293,7 +293,13 @@ class DealingHub:
         """
         match cast("object", request):
             case p.LeaseRequest():
-                return cast("ReplyT", self._lease(request.capacity))
+                first, self._leased = self._leased, min(self._samples, self._leased + request.capacity)
+                leases = [
+                    Lease(number, Task(number, number // GROUP, number % GROUP, number // GROUP), 0)
+                    for number in range(first, self._leased)
+                ]
+                # Without a lease, the reply ends the node.
+                return cast("ReplyT", p.LeaseReply(leases, done=not leases))
             case p.DeliverRequest():
                 self.delivered += len(request.ended)
             case p.VersionRequest() | p.CancelRequest():
@@ -302,15 +308,6 @@ class DealingHub:
                 pass
         await anyio.lowlevel.checkpoint()
         return cast("ReplyT", p.Ack())
-
-    def _lease(self, capacity: int) -> p.LeaseReply:
-        """Lease the next samples, at most `capacity`. If none is left, the reply ends the node."""
-        first, self._leased = self._leased, min(self._samples, self._leased + capacity)
-        leases = [
-            Lease(number, Task(number, number // GROUP, number % GROUP, number // GROUP), 0)
-            for number in range(first, self._leased)
-        ]
-        return p.LeaseReply(leases, done=not leases)
 
 
 async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
@@ -349,39 +346,29 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
             group.start_soon(one, number)
 
 
-class Clocks:
-    """Reads the processor time of this process and, if there is one, of the processes of a vLLM engine.
+def processor_seconds(core: int | None) -> dict[str, float]:
+    """Return the processor time of this process, and of the processes of a vLLM engine, since they started.
 
-    Args:
-        core: process id of the engine's core; None: there is no engine.
+    `core` is the process id of the engine's core; None: there is no engine. Threads that have ended do not count.
     """
-
-    def __init__(self, core: int | None = None) -> None:
-        workers = vllm_processes.worker_pids(core) if core is not None else []
-        self._pids = {"core": [core], "worker": workers} if core is not None else {}
-        """Process ids of the engine, by the name of the clock."""
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of processor time of each process since its start. `node` is this process."""
-        engine = {name: sum(map(_seconds, pids)) for name, pids in self._pids.items()}
-        return {"node": time.process_time(), **engine}
-
-    async def measure(self, samples: int, work: Callable[[], Awaitable[object]]) -> dict[str, float]:
-        """Do the work of so many samples, and return its microseconds per sample in each process."""
-        before = self.read()
-        await work()
-        return {name: (now - before[name]) / samples * 1e6 for name, now in self.read().items()}
+    pids = {} if core is None else {"core": [core], "worker": vllm_processes.worker_pids(core)}
+    found = {"node": time.process_time()}
+    for name, processes in pids.items():
+        threads = [thread for pid in processes for thread in Path(f"/proc/{pid}/task").iterdir()]
+        # The first number of `schedstat` is in nanoseconds. The times in `stat` are too coarse.
+        found[name] = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    return found
 
 
-def _seconds(pid: int) -> float:
-    """Return the processor seconds of the threads of a process. Threads that have ended do not count."""
-    # The first number of `schedstat` is in nanoseconds. The times in `stat` are too coarse.
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+async def cost(samples: int, work: Callable[[], Awaitable[object]], core: int | None = None) -> dict[str, float]:
+    """Do the work of so many samples. Returns its microseconds per sample in each process of `processor_seconds`."""
+    before = processor_seconds(core)
+    await work()
+    return {name: (now - before[name]) / samples * 1e6 for name, now in processor_seconds(core).items()}
 
 
 def least(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the least value of each clock over the rounds."""
+    """Return the least value of each process over the rounds."""
     return {name: min(each[name] for each in rounds) for name in rounds[0]}
 
 
@@ -392,13 +379,10 @@ async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]
     is not counted.
     """
     config = config_for(model, TOKENS, samples)
-    tokenizer, clocks = HfTokenizer(config.model).ready(), Clocks()
+    tokenizer = HfTokenizer(config.model).ready()
     works = {"loop": through_node, "bare": by_hand}
     found = [
-        {
-            name: (await clocks.measure(samples, partial(work, config, tokenizer, samples)))["node"]
-            for name, work in works.items()
-        }
+        {name: (await cost(samples, partial(work, config, tokenizer, samples)))["node"] for name, work in works.items()}
         for _ in range(rounds + 1)
     ]
     return least(found[1:])
@@ -414,12 +398,11 @@ def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str, floa
     # The bare engine samples without seeds, too.
     config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, seeded=False))
 
-    def measure(engine: VLLMEngine) -> Callable[[Work], Awaitable[dict[str, float]]]:
-        """Return the clocks' measurement of a round."""
-        # The private attribute on purpose: no interface gives the process id.
-        return partial(Clocks(engine._processes.core).measure, samples)
-
-    ours, bare = anyio.run(in_turns, config, TOKENS, samples, rounds, measure)
+    # The private attribute on purpose: no interface gives the process id.
+    ours, bare = anyio.run(
+        *(in_turns, config, TOKENS, samples, rounds),
+        lambda engine: lambda work: cost(samples, work, engine._processes.core),
+    )
     return least(ours), least(bare)
 
 

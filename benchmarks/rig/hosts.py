@@ -177,12 +177,8 @@ class Hosts(Kept):
         """Closes the wire's ports and ends its thread."""
 
     def begin(self) -> None:
-        """Make the hosts, and the wire between them. `Kept` calls this at the beginning of the `with` block."""
-        self._set_up()
-        self._begin_carrying()
-
-    def _set_up(self) -> None:
-        """Make a network namespace for each host and one for the wire, and connect them with virtual links."""
+        """Make a network namespace for each host and one for the wire, connect them with virtual links, and start the
+        wire. `Kept` calls this at the beginning of the `with` block."""
         lines = [f"{self.address(host)} {name}\n" for host, name in enumerate(self.names)]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         _ip("netns", "add", self._switch)
@@ -197,9 +193,7 @@ class Hosts(Kept):
             for device in ("eth0", "lo"):
                 _ip("-n", space, "link", "set", device, "up")
             _ip("-n", self._switch, "link", "set", f"port{host}", "up")
-
-    def _begin_carrying(self) -> None:
-        """Start the wire in a thread of its own, so that it and the caller do not wait for each other."""
+        # The wire has a thread of its own, so that it and the caller do not wait for each other.
         ports = [
             self._carrying.enter_context(in_space(self._switch, lambda host=host: open_port(f"port{host}")))
             for host in range(len(self.names))

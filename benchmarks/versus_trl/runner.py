@@ -103,19 +103,6 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     (out / "weights").mkdir(parents=True)
     scorer = Scorer(config)
     clock = TimedSaves(out / "weights", config, scorer)
-    trainer = build(config, choices, out, clock, scorer)
-    warm_up(trainer, config, config.train.batch_size)
-    trainer.train()
-    report = {
-        "seconds": clock.seconds,
-        "generations": scorer.generations,
-        "software": {name: metadata.version(name) for name in SOFTWARE},
-    }
-    (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-
-
-def build(config: Config, choices: TrlChoices, out: Path, clock: TimedSaves, scorer: Scorer) -> GRPOTrainer:
-    """Return TRL's trainer for the model, prompts and rewards of the configuration."""
     # As in Flash: master weights in float32, whatever the precision of the passes.
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     seeds = training_seeds(config)
@@ -124,7 +111,7 @@ def build(config: Config, choices: TrlChoices, out: Path, clock: TimedSaves, sco
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate(config.train, config.run.steps, step) / config.train.learning_rate
     )
-    return GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(config.model.path),
         reward_funcs=scorer,
@@ -133,15 +120,16 @@ def build(config: Config, choices: TrlChoices, out: Path, clock: TimedSaves, sco
         callbacks=[clock],
         optimizers=(optimizer, schedule),
     )
-
-
-def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
-    """Generate answers to `count` held-out prompts before the clock starts, and discard them.
-
-    The first forward passes of a process are slower. Flash makes its first evaluation before its clock starts, too.
-    """
-    seeds = (held_out_seeds(config) * count)[:count]
-    generate(config, trainer.model, trainer.processing_class, prompts(config, seeds))
+    # The first forward passes of a process are slower. Flash makes its first evaluation before its clock starts, too.
+    warm_up = (held_out_seeds(config) * config.train.batch_size)[: config.train.batch_size]
+    generate(config, model, trainer.processing_class, prompts(config, warm_up))
+    trainer.train()
+    report = {
+        "seconds": clock.seconds,
+        "generations": scorer.generations,
+        "software": {name: metadata.version(name) for name in SOFTWARE},
+    }
+    (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
 if __name__ == "__main__":

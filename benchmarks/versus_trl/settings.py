@@ -35,8 +35,12 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
     Raises:
         ValueError: the configuration asks for something that has no exact counterpart in TRL.
     """
-    train, rollout = config.train, config.rollout
-    objective = grpo(config)
+    train, rollout, algorithm = config.train, config.rollout, config.algorithm
+    if algorithm.objective != "grpo" or algorithm.advantage not in (None, "group"):
+        raise ValueError(f"objective {algorithm.objective} with advantage {algorithm.advantage} is not TRL's GRPO")
+    if train.minibatches != 1 or train.decay != "constant":
+        raise ValueError("train.minibatches and train.decay have no counterpart in the comparison")
+    objective = Grpo(**algorithm.options)
     if train.batch_size % (choices.micro_batches * rollout.group_size):
         raise ValueError(f"a batch of {train.batch_size} cannot be cut into {choices.micro_batches} parts of groups")
     return {
@@ -62,7 +66,7 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
         # Of the machine's memory, for the KV cache; TRL's half of it would leave too little for the rest.
         "transformers_continuous_batching_config": {"max_memory_percent": 0.1},
         "beta": 0.0,
-        "loss_type": LOSS_TYPES[config.algorithm.aggregation or objective.aggregation],
+        "loss_type": LOSS_TYPES[algorithm.aggregation or objective.aggregation],
         "importance_sampling_level": "token",
         "epsilon": objective.clip_low,
         "epsilon_high": objective.clip_high,
@@ -81,20 +85,6 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-
-
-def grpo(config: Config) -> Grpo:
-    """Return the objective with its options.
-
-    Raises:
-        ValueError: it is another one than GRPO with group advantages.
-    """
-    algorithm = config.algorithm
-    if algorithm.objective != "grpo" or algorithm.advantage not in (None, "group"):
-        raise ValueError(f"objective {algorithm.objective} with advantage {algorithm.advantage} is not TRL's GRPO")
-    if config.train.minibatches != 1 or config.train.decay != "constant":
-        raise ValueError("train.minibatches and train.decay have no counterpart in the comparison")
-    return Grpo(**algorithm.options)
 
 
 def adamw_arguments(train: TrainConfig) -> dict[str, Any]:

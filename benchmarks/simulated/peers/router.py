@@ -99,11 +99,6 @@ class Router:
         self._idle = anyio.Event()
         """Set when no request waits or has a place. Only `pause` waits for it."""
 
-    @property
-    def queued(self) -> int:
-        """Requests that wait for a place."""
-        return len(self._waiting)
-
     async def generate(self, prompt: list[int], key: int, max_new_tokens: int, assigned: int | None) -> Response:
         """Sample a response, with another request after each abort. `World` calls this for each turn.
 

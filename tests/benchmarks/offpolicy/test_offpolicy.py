@@ -35,7 +35,6 @@ from benchmarks.offpolicy.run import (
     in_processes,
     measure,
     rows,
-    summarise,
 )
 from benchmarks.plots import lines
 from flash.config.tree import TinyModelConfig
@@ -312,20 +311,24 @@ def test_the_final_accuracy_is_the_mean_of_the_last_three_evaluations() -> None:
     assert a_result(0.1, 0.2, 0.6, 0.7, 0.8).final == pytest.approx(0.7)
 
 
+def figures(results: list[Result]) -> list[float]:
+    """Mean, lower and upper end of its interval, and number of seeds."""
+    return [row.ours for row in rows(results)[:4]]
+
+
 def test_seeds_give_a_mean_with_students_interval() -> None:
     finals = [0.80, 0.82, 0.87]
-    summary = summarise([a_result(0.2, *[final] * 3, seed=seed) for seed, final in enumerate(finals)])[0]
-    assert (summary.seeds, summary.mean) == (3, pytest.approx(0.83))
+    mean, low, high, seeds = figures([a_result(0.2, *[final] * 3, seed=seed) for seed, final in enumerate(finals)])
+    assert (seeds, mean) == (3, pytest.approx(0.83))
     # s = 0.036056, t(0.975; 2) = 4.303, √3 = 1.73205
-    assert summary.high - summary.mean == pytest.approx(4.303 * 0.036056 / 1.73205, rel=1e-4)
-    assert summary.mean - summary.low == pytest.approx(summary.high - summary.mean)
-    one = summarise([a_result(0.2, 0.5, 0.5, 0.5)])[0]
-    assert (one.low, one.high) == (0.5, 0.5)
+    assert high - mean == pytest.approx(4.303 * 0.036056 / 1.73205, rel=1e-4)
+    assert mean - low == pytest.approx(high - mean)
+    assert figures([a_result(0.2, 0.5, 0.5, 0.5)]) == [0.5, 0.5, 0.5, 1]
 
 
 def test_an_interval_ends_where_accuracies_do() -> None:
-    summary = summarise([a_result(0.2, final, final, final, seed=round(final)) for final in (0.02, 0.98)])[0]
-    assert (summary.low, summary.high) == (0.0, 1.0)
+    found = figures([a_result(0.2, final, final, final, seed=round(final)) for final in (0.02, 0.98)])
+    assert found[1:3] == [0.0, 1.0]
 
 
 def finals(method: Method, alpha: int, *values: float) -> list[Result]:
@@ -339,14 +342,14 @@ def test_methods_are_counted_that_are_as_good_as_synchronous_grpo() -> None:
         *finals(GRPO, 8, 0.40, 0.41, 0.42),
         *finals(DECOUPLED, 8, 0.80, 0.80, 0.80),
     ]
-    found = {(row.case, row.metric): row for row in rows(summarise(results))}
+    found = {(row.case, row.metric): row for row in rows(results)}
     count = found["as good as synchronous grpo, α = 8", "methods"]
     assert (count.ours, count.at_least, count.unit, count.met) == (1, 1, "of 2", True)
 
 
 def test_the_tables_have_a_line_per_method_and_a_column_per_alpha() -> None:
     results = [*finals(GRPO, 0, 0.8, 0.8), *finals(GRPO, 8, 0.1, 0.1), *finals(DECOUPLED, 8, 0.7, 0.7)]
-    lines = accuracy_table(summarise(results)).splitlines()
+    lines = accuracy_table(rows(results)).splitlines()
     assert lines[0] == "| final held-out accuracy | α = 0 | α = 8 |"
     assert lines[2] == "| grpo | 0.800 ± 0.000 | 0.100 ± 0.000, 2 of 2 collapsed |"
     assert lines[3] == "| decoupled_ppo |  | 0.700 ± 0.000 |"
@@ -354,14 +357,12 @@ def test_the_tables_have_a_line_per_method_and_a_column_per_alpha() -> None:
 
 def test_the_table_of_the_documentation_is_that_of_the_kept_results() -> None:
     text = (ROOT / "docs" / "figures.md").read_text()
-    assert accuracy_table(summarise(read_results(ROOT / "benchmarks" / "results" / "offpolicy_cells.jsonl"))) in text
+    assert accuracy_table(rows(read_results(ROOT / "benchmarks" / "results" / "offpolicy_cells.jsonl"))) in text
 
 
 def test_the_plot_has_a_line_per_method_over_the_ages(tmp_path: Path) -> None:
     results = [*finals(GRPO, 0, 0.8, 0.7), *finals(GRPO, 8, 0.5), *finals(DECOUPLED, 8, 0.7)]
-    lines("Accuracy", "α", "accuracy", "final_accuracy", r", α = (\d+)")(
-        rows(summarise(results)), tmp_path / "plot.svg"
-    )
+    lines("Accuracy", "α", "accuracy", "final_accuracy", r", α = (\d+)")(rows(results), tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert "<!-- grpo -->" in drawn
     assert "<!-- decoupled_ppo -->" in drawn

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from benchmarks.real.engine_cost import Clocks, endless_model, loop_costs
+from benchmarks.real.engine_cost import cost, endless_model, loop_costs
 
 
 def test_a_process_is_counted_by_what_it_computes() -> None:
@@ -18,7 +18,7 @@ def test_a_process_is_counted_by_what_it_computes() -> None:
         while time.process_time() < begun + 0.05:
             await anyio.lowlevel.checkpoint()
 
-    found = anyio.run(Clocks(os.getpid()).measure, 10, compute)
+    found = anyio.run(cost, 10, compute, os.getpid())
     assert found["node"] >= 5000
     assert found["core"] >= 2500, "the same process, as the system has it"
     assert found["worker"] == 0

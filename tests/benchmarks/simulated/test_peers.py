@@ -194,7 +194,7 @@ def test_no_engine_gets_more_requests_than_the_limit(limit: int) -> None:
         async with anyio.create_task_group() as requests:
             for key in range(7):
                 requests.start_soon(router.generate, [1], key, 100, None)
-            while router.queued or engine.pressure.running or anyio.current_time() < 1:
+            while router._waiting or engine.pressure.running or anyio.current_time() < 1:
                 most = max(most, engine.pressure.running + engine.pressure.waiting)
                 await anyio.sleep(0.5)
 
