@@ -16,14 +16,14 @@ import msgspec
 
 from benchmarks.form import WORKLOADS, Args, Row, main_of
 from benchmarks.plots import bars, lines
-from benchmarks.simulated.peers.asynchronous import ArealRules, areal
+from benchmarks.simulated.peers.asynchronous import Areal, ArealRules
 from benchmarks.simulated.peers.roll_flash import (
     AgenticRules,
     BaselineRules,
+    RollAgentic,
+    RollFlash,
     RollRules,
-    roll_agentic,
-    roll_flash,
-    synchronous,
+    Synchronous,
 )
 from flash.config.tree import Config
 from flash.simulate.bounds import best_split, bounds, quantities
@@ -115,9 +115,9 @@ def queue_scheduling(args: Args) -> list[Row]:
     for groups, extra, published in FILTERED:
         steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)
         config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
-        batches_s = synchronous(config, BaselineRules(colocated=False, env_async=True, replicate=True)).step_s
+        batches_s = Synchronous.simulate(config, BaselineRules(colocated=False, env_async=True, replicate=True)).step_s
         config = change(config, rollout={"extra_groups": groups + extra})
-        peer_s, report = roll_flash(config, RollRules(extra_prompts=extra)).step_s, ours(config)
+        peer_s, report = RollFlash.simulate(config, RollRules(extra_prompts=extra)).step_s, ours(config)
         case = f"{groups}x8, {extra} extra prompts"
         rows += speedup(case, batches_s, report.step_s, peer_s, None, published)
     return rows
@@ -141,7 +141,9 @@ def prompt_replication(args: Args) -> list[Row]:
             rollout={"group_size": samples},
             train={"batch_size": prompts * samples},
         )
-        shared_s, peer_s = (roll_flash(config, RollRules(replicate=replicate)).step_s for replicate in (False, True))
+        shared_s, peer_s = (
+            RollFlash.simulate(config, RollRules(replicate=replicate)).step_s for replicate in (False, True)
+        )
         report = ours(config)
         rows += speedup(f"{prompts}x{samples}", shared_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
@@ -157,8 +159,8 @@ def env_async(args: Args) -> list[Row]:
     for sigma in (1, 10) if args.quick else (1, 2, 4, 6, 8, 10):
         latency = {"kind": "normal", "mean": 10, "deviation": sigma}
         config = workload("env_async", run={"steps": 2 if args.quick else 4}, simulate={"env_s": latency})
-        locked_s = synchronous(config, BaselineRules(colocated=False, replicate=True)).step_s
-        peer_s, report = roll_agentic(config, AgenticRules()).step_s, ours(config)
+        locked_s = Synchronous.simulate(config, BaselineRules(colocated=False, replicate=True)).step_s
+        peer_s, report = RollAgentic.simulate(config, AgenticRules()).step_s, ours(config)
         published = 892 / 362 if sigma == 10 else None
         rows += speedup(f"sigma {sigma}", locked_s, report.step_s, peer_s, capacity_s(config, report), published)
     return rows
@@ -173,11 +175,11 @@ def redundant_envs(args: Args) -> list[Row]:
     """
     rows: list[Row] = []
     config = workload("redundant_envs", run={"steps": 3 if args.quick else 6})
-    without_s = roll_agentic(config, AgenticRules()).step_s
+    without_s = RollAgentic.simulate(config, AgenticRules()).step_s
     for groups in (0, 4) if args.quick else (0, 2, 4, 8):
         for members in (0, 1) if args.quick else (0, 1, 2):
             case = f"{32 + groups}x{8 + members}"
-            peer = roll_agentic(config, AgenticRules(extra_groups=groups, extra_per_group=members))
+            peer = RollAgentic.simulate(config, AgenticRules(extra_groups=groups, extra_per_group=members))
             report = ours(config, extra_groups=groups, extra_per_group=members)
             rows += speedup(case, without_s, report.step_s, peer.step_s, None, None)
             waste = 1 - report.trained_tokens / report.generated_tokens
@@ -241,8 +243,8 @@ def async_ratio(args: Args) -> list[Row]:
         config = change(base, train={"async_ratio": ratio})
         report, peer, other = (
             ours(config),
-            roll_flash(config, RollRules(async_ratio=ratio)),
-            areal(config, ArealRules(eta=ratio)),
+            RollFlash.simulate(config, RollRules(async_ratio=ratio)),
+            Areal.simulate(config, ArealRules(eta=ratio)),
         )
         speed, bound = report.samples_per_s, batch / capacity_s(config, report)
         own[ratio] = speed
@@ -259,7 +261,7 @@ def async_ratio(args: Args) -> list[Row]:
         train={"batch_size": 256, "async_ratio": 2},
         simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
     )
-    oldest = areal(config, ArealRules(eta=2)).oldest_age
+    oldest = Areal.simulate(config, ArealRules(eta=2)).oldest_age
     return [*rows, Row("stragglers, AReaL", "age_versions", "versions", max(ours(config).ages), peer=oldest)]
 
 
@@ -284,7 +286,7 @@ def gpu_split(args: Args) -> list[Row]:
             simulate={"gpus": GPUS, "rollout_gpus": serving},
         )
         report = ours(config)
-        peer = roll_flash(config, RollRules(async_ratio=config.train.async_ratio)).samples_per_s
+        peer = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).samples_per_s
         bound = batch / capacity_s(config, report)
         case = f"{serving} of {GPUS}"
         rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
@@ -336,13 +338,13 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
             simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
         )
         report = ours(config)
-        peers.append(roll_flash(config, RollRules(async_ratio=ratio)).samples_per_s)
+        peers.append(RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s)
         limits.append(batch / capacity_s(config, report))
         case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
         rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=limits[-1]))
         own.append(speed)
         if ratio == 2:
-            sync.append(synchronous(config, BaselineRules(env_async=True)).samples_per_s)
+            sync.append(Synchronous.simulate(config, BaselineRules(env_async=True)).samples_per_s)
     case, ours_x = f"16 to 128 GPUs, {label}", own[-1] / own[0]
     peer, bound = peers[-1] / peers[0], limits[-1] / limits[0]
     rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
@@ -371,8 +373,8 @@ def end_to_end(args: Args) -> list[Row]:
     smaller = {"batch_size": 512} if args.quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}
     config = workload("rlvr_long", run={"steps": 5 if args.quick else 7}, train=smaller, simulate=fewer)
-    baseline_s = synchronous(config, BaselineRules(env_async=True)).step_s
-    peer_s = roll_flash(config, RollRules(async_ratio=config.train.async_ratio)).step_s
+    baseline_s = Synchronous.simulate(config, BaselineRules(env_async=True)).step_s
+    peer_s = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).step_s
     report, published = ours(config), None if args.quick else 2.24
     rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), published)
     return [*rows, *(row for name in CHAINS for row in agentic(name, args.quick))]
@@ -385,7 +387,7 @@ def agentic(name: str, quick: bool) -> list[Row]:
     config = workload(name, run={"steps": 3 if quick else 8}, train=smaller)
     ratio = config.train.async_ratio
     more = change(config, rollout={"extra_groups": groups, "extra_per_group": members})
-    baseline_s = synchronous(config, BaselineRules()).step_s
+    baseline_s = Synchronous.simulate(config, BaselineRules()).step_s
     steps: tuple[tuple[str, AgenticRules, Config], ...] = (
         ("environments on their own", AgenticRules(colocated=True), _turns(config)),
         ("+ async training", AgenticRules(async_ratio=ratio), config),
@@ -395,7 +397,7 @@ def agentic(name: str, quick: bool) -> list[Row]:
     for (technique, rules, mine), known in zip(steps, published, strict=True):
         report = ours(mine)
         bound_s = capacity_s(mine, report) if mine is config else None
-        peer_s = roll_agentic(config, rules).step_s
+        peer_s = RollAgentic.simulate(config, rules).step_s
         rows += speedup(f"{name}, {technique}", baseline_s, report.step_s, peer_s, bound_s, None if quick else known)
     return rows
 

@@ -23,18 +23,18 @@ from typing import Any
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.figures import change, ours, workload
 from benchmarks.simulated.peers.asynchronous import (
+    Areal,
     ArealRules,
+    Discard,
     DiscardRules,
+    Laminar,
     LaminarRules,
+    QueueDrop,
     QueueRules,
+    VerlAsync,
     VerlRules,
-    areal,
-    discard,
-    laminar,
-    queue_drop,
-    verl_async,
 )
-from benchmarks.simulated.peers.roll_flash import AgenticRules, BaselineRules, roll_agentic, synchronous
+from benchmarks.simulated.peers.roll_flash import AgenticRules, BaselineRules, RollAgentic, Synchronous
 from benchmarks.simulated.peers.world import PeerReport
 from flash.config.simulate import Lognormal, SimulateConfig
 from flash.config.tree import Config
@@ -113,7 +113,7 @@ def simulated_age(
         | {"gpus": 2, "rollout_gpus": 1, "step_s": 1, "train_token_s": 0, "response_tokens": lengths}
         | {"train_step_s": rho * batch * LENGTH / places},
     )
-    return queue_drop(config, QueueRules(factor=queue_factor, stagger_s=stagger_s)).mean_age
+    return QueueDrop.simulate(config, QueueRules(factor=queue_factor, stagger_s=stagger_s)).mean_age
 
 
 def tailed(tailness: float, size: int) -> dict[str, Any]:
@@ -168,14 +168,14 @@ def verl_step_s(gpus: int, threshold: float, ratio: float, mean: float = VERL_ME
         simulate={"gpus": gpus // PART, "rollout_gpus": gpus // PART, "train_token_s": 0}
         | {"response_tokens": lognormal(mean, mean, 28672)},
     )
-    scale = generation_s / synchronous(config, BaselineRules(env_async=True, replicate=True)).step_s
+    scale = generation_s / Synchronous.simulate(config, BaselineRules(env_async=True, replicate=True)).step_s
     config = change(
         config,
         run={"steps": 4 * steps},
         train={"batch_size": batch // 4},
         simulate={"rollout_gpus": gpus // PART // 2, "train_step_s": ratio * update_s / 4} | decoding(scale),
     )
-    ends = verl_async(config, VerlRules(threshold=threshold)).ends
+    ends = VerlAsync.simulate(config, VerlRules(threshold=threshold)).ends
     return (ends[-1] - ends[3]) / (steps - 1)
 
 
@@ -224,12 +224,12 @@ def nemo_speedup(run: tuple[int, int, int, int, int, int, float, float, float], 
         engine={"tensor_parallel": engine},
         simulate={"gpus": gpus, "rollout_gpus": gpus, "response_tokens": lengths, "train_token_s": 0},
     )
-    generation_s = synchronous(config, BaselineRules(env_async=True, replicate=True)).step_s
+    generation_s = Synchronous.simulate(config, BaselineRules(env_async=True, replicate=True)).step_s
     half = decoding((1 - share) * sync_s / generation_s) | {
         "rollout_gpus": gpus // 2,
         "train_step_s": slower * share * sync_s,
     }
-    return sync_s / areal(change(config, simulate=half), ArealRules(eta=1)).step_s
+    return sync_s / Areal.simulate(change(config, simulate=half), ArealRules(eta=1)).step_s
 
 
 def nemo(args: Args) -> list[Row]:
@@ -271,7 +271,7 @@ def areal_gain(config: Config, eta: int) -> float:
     """Return the throughput at η over that at η = 0."""
     places = 256 * (config.simulate or SimulateConfig()).rollout_gpus // config.rollout.group_size
     rules = ArealRules(eta=eta, max_concurrent=places)
-    return areal(config, ArealRules(eta=0)).step_s / areal(config, rules).step_s
+    return Areal.simulate(config, ArealRules(eta=0)).step_s / Areal.simulate(config, rules).step_s
 
 
 def areal_table(args: Args) -> list[Row]:
@@ -291,7 +291,7 @@ def areal_table(args: Args) -> list[Row]:
     ):
         small = areal_config(4, 1024, token_s, mean)
         without, normal = (
-            areal(small, ArealRules(eta=4, max_concurrent=48, interruptible=on)).step_s for on in (False, True)
+            Areal.simulate(small, ArealRules(eta=4, max_concurrent=48, interruptible=on)).step_s for on in (False, True)
         )
         rows += prediction(f"{case}, interruptible", "throughput", "x", without / normal, 1.12)
     return rows
@@ -311,8 +311,8 @@ def rollart_times(sigma: float, turns: int) -> tuple[float, float]:
         train={"batch_size": 512},
         simulate={"turns": turns, "env_s": {"kind": "normal", "mean": 10, "deviation": sigma}},
     )
-    locked = synchronous(config, BaselineRules(colocated=False, replicate=True)).step_s
-    return locked, roll_agentic(config, AgenticRules()).step_s
+    locked = Synchronous.simulate(config, BaselineRules(colocated=False, replicate=True)).step_s
+    return locked, RollAgentic.simulate(config, AgenticRules()).step_s
 
 
 def rollart(args: Args) -> list[Row]:
@@ -359,7 +359,10 @@ def laminar_table(args: Args) -> list[Row]:
     def repacked(weight: float) -> float:
         """Return the throughput with repacking over that without it."""
         config = laminar_config(weight)
-        return laminar(config, LaminarRules(repack=False)).step_s / laminar(config, LaminarRules()).step_s
+        return (
+            Laminar.simulate(config, LaminarRules(repack=False)).step_s
+            / Laminar.simulate(config, LaminarRules()).step_s
+        )
 
     weight = solve(repacked, REPACKED, 6, 15)
     rows = prediction("laminar, repacking, fitted", "throughput", "x", repacked(weight), REPACKED)
@@ -371,7 +374,8 @@ def laminar_table(args: Args) -> list[Row]:
     ):
         config = laminar_config(factor)
         speedup = (
-            areal(config, ArealRules(eta=4, max_concurrent=groups)).step_s / laminar(config, LaminarRules()).step_s
+            Areal.simulate(config, ArealRules(eta=4, max_concurrent=groups)).step_s
+            / Laminar.simulate(config, LaminarRules()).step_s
         )
         rows += prediction(f"laminar over AReaL{name}", "throughput", "x", speedup, OVER_AREAL)
     return rows
@@ -409,7 +413,7 @@ def marin_config(scale: float, limit: int, groups: int, swap_s: float) -> Config
 
 def marin_pilot(scale: float, limit: int, workers: int = 64) -> PeerReport:
     """Simulate a run with 32 groups of 4. Assumption: as many workers as the largest age allows."""
-    return discard(marin_config(scale, limit, 32, SYNC_S), DiscardRules(workers=workers, buffer=32, max_age=1))
+    return Discard.simulate(marin_config(scale, limit, 32, SYNC_S), DiscardRules(workers=workers, buffer=32, max_age=1))
 
 
 def marin(args: Args) -> list[Row]:
@@ -427,7 +431,7 @@ def marin(args: Args) -> list[Row]:
     rows.append(Row("marin, 32 x 4, limit 4096, if 32 workers", "stale_tokens", "share", changed, MARIN[4096][1]))
     house = DiscardRules(workers=192, buffer=32, max_age=4)
     for case, swap_s in (("", LATER_SYNC_S), (", if weights take 20.4 s", SYNC_S)):
-        run = discard(marin_config(scale, 4096, 128, swap_s), house)
+        run = Discard.simulate(marin_config(scale, 4096, 128, swap_s), house)
         rows += prediction(f"marin, 128 x 4, 192 workers{case}", "stale_groups", "share", run.stale_groups, 0.2)
     own = ours(change(marin_config(scale, 4096, 128, LATER_SYNC_S), train={"async_ratio": 0.75}))
     rows.append(Row("marin, 128 x 4, Flash's rules, alpha 0.75", "stale_tokens", "share", own.stale_share))

@@ -1,7 +1,7 @@
 """Rules of asynchronous systems: AReaL, SkyRL as marin runs it, Laminar, verl, and a queue that drops old groups.
 
-Each class has the rules of one system, on the simulated engines and trainer of `benchmarks.simulated.peers.world`. The
-function above it simulates a whole run under them on a new virtual clock. A group is the samples of one prompt.
+Each class has the rules of one system, on the simulated engines and trainer of `benchmarks.simulated.peers.world`. A
+group is the samples of one prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from benchmarks.simulated.peers.world import Finished, Peer, PeerReport, World
 from flash.config.tree import Config
-from flash.simulate.clock import run_virtual
 from flash.types import Canary, Published, Task
 
 # -- AReaL -----------------------------------------------------------------------------------------------------------
@@ -31,11 +30,6 @@ class ArealRules(msgspec.Struct, frozen=True, kw_only=True):
     """Most groups that are generated at once; None: as many as η allows."""
     interruptible: bool = True
     """True if new weights interrupt the running requests."""
-
-
-def areal(config: Config, rules: ArealRules) -> PeerReport:
-    """Simulate a run under AReaL's rules."""
-    return run_virtual(Areal(World(config, colocated=False), rules).run)
 
 
 def capacity(rules: ArealRules, version: int, batch: int, accepted: int, running: int) -> int:
@@ -58,8 +52,8 @@ class Areal(Peer[ArealRules]):
     age of a sample is not checked when it is trained.
     """
 
-    def __init__(self, world: World, rules: ArealRules) -> None:
-        super().__init__(world, rules)
+    def __init__(self, config: Config, rules: ArealRules) -> None:
+        super().__init__(World(config, colocated=False), rules)
         self._running = 0
         """Number of groups that are being generated."""
         self._accepted = 0
@@ -115,11 +109,6 @@ class DiscardRules(msgspec.Struct, frozen=True, kw_only=True):
     """`max_staleness_steps`: largest age of a trained group, in versions."""
 
 
-def discard(config: Config, rules: DiscardRules) -> PeerReport:
-    """Simulate a run under the rules of SkyRL's fully asynchronous trainer."""
-    return run_virtual(Discard(World(config, colocated=False), rules).run)
-
-
 class Discard(Peer[DiscardRules]):
     """The rules of SkyRL's fully asynchronous trainer, as marin runs it: groups that got too old are discarded.
 
@@ -129,8 +118,8 @@ class Discard(Peer[DiscardRules]):
     the running requests, which go on from their tokens.
     """
 
-    def __init__(self, world: World, rules: DiscardRules) -> None:
-        super().__init__(world, rules)
+    def __init__(self, config: Config, rules: DiscardRules) -> None:
+        super().__init__(World(config, colocated=False), rules)
         self._running = 0
         """Number of groups that are being generated, or held by a worker that waits for the buffer."""
         self._accepted = 0
@@ -192,11 +181,6 @@ class LaminarRules(msgspec.Struct, frozen=True, kw_only=True):
     """True if long answers are packed together."""
 
 
-def laminar(config: Config, rules: LaminarRules) -> PeerReport:
-    """Simulate a run under Laminar's rules."""
-    return run_virtual(Laminar(World(config, colocated=False), rules).run)
-
-
 class Laminar(Peer[LaminarRules]):
     """Laminar's rules (arXiv 2510.12633): each engine has its own pace, and long answers are packed together.
 
@@ -207,8 +191,9 @@ class Laminar(Peer[LaminarRules]):
     their end, and never waits for the engines.
     """
 
-    def __init__(self, world: World, rules: LaminarRules) -> None:
-        super().__init__(world, rules)
+    def __init__(self, config: Config, rules: LaminarRules) -> None:
+        super().__init__(World(config, colocated=False), rules)
+        world = self._world
         self._share = world.groups_per_batch // len(world.engines)
         """Groups that an engine generates before it loads weights again."""
         self._engine_of: dict[int, int] = {}
@@ -292,11 +277,6 @@ class VerlRules(msgspec.Struct, frozen=True, kw_only=True):
     """`trigger_parameter_sync_step`: batches between two updates of the engines."""
 
 
-def verl_async(config: Config, rules: VerlRules) -> PeerReport:
-    """Simulate a run under verl's rules. Its steps are batches, not updates."""
-    return run_virtual(VerlAsync(World(config, colocated=False), rules).run)
-
-
 class VerlAsync(Peer[VerlRules]):
     """verl's fully asynchronous rules (`verl/experimental/fully_async_policy`).
 
@@ -307,8 +287,8 @@ class VerlAsync(Peer[VerlRules]):
     above 0 running requests are aborted at an update, and go on afterwards from the tokens that they have.
     """
 
-    def __init__(self, world: World, rules: VerlRules) -> None:
-        super().__init__(world, rules)
+    def __init__(self, config: Config, rules: VerlRules) -> None:
+        super().__init__(World(config, colocated=False), rules)
         self._counted = 0
         """Groups that were started since the last update, and those that ran or waited at it."""
         self._running = 0
@@ -358,12 +338,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between the starts of the first groups. Samples of constant length then end one by one, not at once."""
 
 
-def queue_drop(config: Config, rules: QueueRules) -> PeerReport:
-    """Simulate a run with a bounded queue that drops its oldest groups."""
-    world = World(config, colocated=False, limit=config.engine.max_sequences)
-    return run_virtual(QueueDrop(world, rules).run)
-
-
 class QueueDrop(Peer[QueueRules]):
     """A bounded queue between engines and trainer that drops its oldest groups, as in Applied Compute's article.
 
@@ -372,9 +346,9 @@ class QueueDrop(Peer[QueueRules]):
     batch, takes the oldest groups, and publishes new weights after each step; running samples go on under them.
     """
 
-    def __init__(self, world: World, rules: QueueRules) -> None:
-        super().__init__(world, rules)
-        self._places = len(world.engines) * world.config.engine.max_sequences
+    def __init__(self, config: Config, rules: QueueRules) -> None:
+        super().__init__(World(config, colocated=False, limit=config.engine.max_sequences), rules)
+        self._places = len(self._world.engines) * config.engine.max_sequences
         """Number of samples that run at once."""
         self._active = 0
         """Number of samples that run or wait for a place."""

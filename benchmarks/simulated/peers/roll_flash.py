@@ -24,7 +24,6 @@ from anyio.abc import TaskGroup
 from benchmarks.simulated.peers.world import Finished, Peer, PeerReport, World
 from flash.config.tree import Config
 from flash.rollout.episode.phases import LockStep, Phases
-from flash.simulate.clock import run_virtual
 from flash.types import Task
 
 ENGINE_LIMIT = 128
@@ -40,11 +39,6 @@ class RollRules(msgspec.Struct, frozen=True, kw_only=True):
     """True if candidates are placed one by one; False if the candidates of a prompt share an engine."""
     extra_prompts: int | None = None
     """At least a batch plus this many prompts run at all times; None: no such minimum."""
-
-
-def roll_flash(config: Config, rules: RollRules) -> PeerReport:
-    """Simulate a whole run under ROLL Flash's rules for one turn on a new virtual clock."""
-    return run_virtual(RollFlash(World(config, colocated=False, limit=ENGINE_LIMIT), rules).run)
 
 
 class Cohort:
@@ -78,8 +72,8 @@ class Cohort:
 class RollFlash(Peer[RollRules]):
     """ROLL Flash's rules for one turn. The module's docstring describes them."""
 
-    def __init__(self, world: World, rules: RollRules) -> None:
-        super().__init__(world, rules)
+    def __init__(self, config: Config, rules: RollRules) -> None:
+        super().__init__(World(config, colocated=False, limit=ENGINE_LIMIT), rules)
         self._cohorts: dict[int, Cohort] = {}
         """Prompts of each step that are not too old, by the number of the step."""
         self._step = -1
@@ -88,7 +82,7 @@ class RollFlash(Peer[RollRules]):
         """Prompts that may have been started so far, over all steps; filtered and dropped ones do not count."""
         self._completed = 0
         """Prompts that passed the filter, also if a batch has taken them; without those that `_drop` removed."""
-        self._assignments = itertools.cycle(range(len(world.engines)))
+        self._assignments = itertools.cycle(range(len(self._world.engines)))
         """Engine of each next prompt, in turn, where the candidates of a prompt share an engine."""
 
     async def run(self) -> PeerReport:
@@ -175,14 +169,6 @@ class AgenticRules(msgspec.Struct, frozen=True, kw_only=True):
     """True if generation and training take turns on all GPUs."""
 
 
-def roll_agentic(config: Config, rules: AgenticRules) -> PeerReport:
-    """Simulate a whole run under ROLL Flash's rules for many turns on a new virtual clock."""
-    world = World(
-        config, colocated=rules.colocated, limit=ENGINE_LIMIT, keep_partial=False, extra_members=rules.extra_per_group
-    )
-    return run_virtual(RollAgentic(world, rules).run)
-
-
 class _Episode:
     """A prompt that a group of environments plays."""
 
@@ -209,7 +195,9 @@ class RollAgentic(Peer[AgenticRules]):
     updated together, and the aborted turns start again.
     """
 
-    def __init__(self, world: World, rules: AgenticRules) -> None:
+    def __init__(self, config: Config, rules: AgenticRules) -> None:
+        colocated, extra = rules.colocated, rules.extra_per_group
+        world = World(config, colocated=colocated, limit=ENGINE_LIMIT, keep_partial=False, extra_members=extra)
         super().__init__(world, rules)
         self._slots = world.groups_per_batch + rules.extra_groups
         """Number of groups of environments."""
@@ -316,11 +304,6 @@ class BaselineRules(msgspec.Struct, frozen=True, kw_only=True):
     """True if generation and training take turns on all GPUs."""
 
 
-def synchronous(config: Config, rules: BaselineRules = BaselineRules()) -> PeerReport:  # noqa: B008 (frozen)
-    """Simulate a whole run of the baseline on a new virtual clock."""
-    return run_virtual(Synchronous(World(config, colocated=rules.colocated), rules).run)
-
-
 class Synchronous(Peer[BaselineRules]):
     """The synchronous baseline: generate a batch, then train on it, on the same GPUs.
 
@@ -330,9 +313,9 @@ class Synchronous(Peer[BaselineRules]):
     updated after the step.
     """
 
-    def __init__(self, world: World, rules: BaselineRules) -> None:
-        super().__init__(world, rules)
-        self._assignments = itertools.cycle(range(len(world.engines)))
+    def __init__(self, config: Config, rules: BaselineRules) -> None:
+        super().__init__(World(config, colocated=rules.colocated), rules)
+        self._assignments = itertools.cycle(range(len(self._world.engines)))
 
     async def run(self) -> PeerReport:
         """Simulate every step of the run, and report it."""

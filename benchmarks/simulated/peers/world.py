@@ -24,6 +24,7 @@ from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
 from flash.rollout.episode.phases import Phases
 from flash.samples.tasks import TaskSource
+from flash.simulate.clock import run_virtual
 from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task
 
@@ -272,12 +273,15 @@ RulesT = TypeVar("RulesT")
 
 
 class Peer(ABC, Generic[RulesT]):
-    """Rules of a system, and the state of one run under them. An instance simulates one run.
+    """Rules of a system, and the state of one run under them. An instance simulates one run; `simulate` makes it.
 
-    Args:
-        world: engines, environments and trainer of the run.
-        rules: settings of the system.
+    A subclass is made from the configuration of the run and the settings of the system.
     """
+
+    @classmethod
+    def simulate(cls, config: Config, rules: RulesT) -> PeerReport:
+        """Simulate a whole run under these rules on a new virtual clock."""
+        return run_virtual(cls(config, rules).run)  # pyright: ignore[reportArgumentType]: as the class says
 
     def __init__(self, world: World, rules: RulesT) -> None:
         self._world = world

@@ -14,11 +14,11 @@ import pytest
 from benchmarks.form import Row
 from benchmarks.plots import COLORS, bars, lines
 from benchmarks.simulated.peers import roll_flash as agentic
-from benchmarks.simulated.peers.asynchronous import ArealRules, areal, capacity
+from benchmarks.simulated.peers.asynchronous import Areal, ArealRules, capacity
 from benchmarks.simulated.peers.roll_flash import BaselineRules as SyncRules
-from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, RollRules, roll_flash, synchronous
+from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, RollRules, Synchronous
 from benchmarks.simulated.peers.router import PeerEngine, Response, Router
-from benchmarks.simulated.peers.world import Finished, World, make_workload
+from benchmarks.simulated.peers.world import Finished, make_workload
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
@@ -63,18 +63,18 @@ def lengths(config: Config, groups: int) -> list[list[int]]:
 def test_a_synchronous_step_lasts_as_long_as_its_longest_sample() -> None:
     config = make_config(run={"steps": 1}, simulate={"response_tokens": {"kind": "uniform", "low": 1, "high": 100}})
     longest = max(max(group) for group in lengths(config, 2))
-    assert synchronous(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(longest)
+    assert Synchronous.simulate(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(longest)
 
 
 def test_a_synchronous_batch_is_rewarded_after_all_of_it_is_generated() -> None:
     config = make_config(run={"steps": 1}, simulate={"response_tokens": [5, 9, 80], "reward_s": 7})
     longest = max(max(group) for group in lengths(config, 2))
-    assert synchronous(config).seconds == pytest.approx(longest + 7)
+    assert Synchronous.simulate(config, SyncRules()).seconds == pytest.approx(longest + 7)
 
 
 def test_filtering_makes_a_synchronous_step_issue_whole_further_batches() -> None:
     config = make_config(run={"steps": 4}, rollout={"drop_equal_rewards": True}, simulate={"success": 0.5})
-    report = synchronous(config, SyncRules(colocated=False, replicate=True))
+    report = Synchronous.simulate(config, SyncRules(colocated=False, replicate=True))
     assert report.seconds % 10 == pytest.approx(0)
     assert report.generated_tokens == report.seconds / 10 * 40
     assert report.generated_tokens > report.trained_tokens == 4 * 40
@@ -86,8 +86,8 @@ def test_environments_in_lock_step_wait_for_the_slowest_in_each_turn() -> None:
         train={"batch_size": 16},
         simulate={"turns": 5, "env_s": {"kind": "uniform", "low": 0, "high": 100}},
     )
-    locked = synchronous(config, SyncRules(replicate=True, colocated=False))
-    alone = synchronous(config, SyncRules(replicate=True, colocated=False, env_async=True))
+    locked = Synchronous.simulate(config, SyncRules(replicate=True, colocated=False))
+    alone = Synchronous.simulate(config, SyncRules(replicate=True, colocated=False, env_async=True))
     assert 50 + 5 * 80 < locked.seconds <= 50 + 5 * 100
     assert alone.seconds < 50 + 5 * 80
 
@@ -95,8 +95,8 @@ def test_environments_in_lock_step_wait_for_the_slowest_in_each_turn() -> None:
 def test_the_candidates_of_one_request_share_an_engine() -> None:
     crowded = {"sequence_s": 1.0, "response_tokens": 10}
     config = make_config(run={"steps": 1}, train={"batch_size": 2}, simulate=crowded)
-    assert synchronous(config, SyncRules(colocated=False)).seconds == pytest.approx(10 * 3)
-    assert synchronous(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(10 * 2)
+    assert Synchronous.simulate(config, SyncRules(colocated=False)).seconds == pytest.approx(10 * 3)
+    assert Synchronous.simulate(config, SyncRules(colocated=False, replicate=True)).seconds == pytest.approx(10 * 2)
 
 
 # -- ROLL Flash ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_prompt_that_ends_while_its_step_is_dropped_is_not_counted(passes: int
 
     async def scenario() -> None:
         async with anyio.create_task_group() as prompts:
-            run = RollFlash(World(config, colocated=False), RollRules(extra_prompts=0))
+            run = RollFlash(config, RollRules(extra_prompts=0))
             await run._world.publish()
             run._advance(0, prompts)
             await anyio.sleep(10.0)
@@ -236,7 +236,7 @@ def test_prompts_older_than_the_async_ratio_are_dropped_and_none_is_trained() ->
     simulate = {"response_tokens": tokens, "train_step_s": 3.0, "gpus": 5, "rollout_gpus": 4}
     config = make_config(run={"steps": 30}, simulate=simulate)
     for ratio in (1, 2):
-        report = roll_flash(config, RollRules(async_ratio=ratio))
+        report = RollFlash.simulate(config, RollRules(async_ratio=ratio))
         assert 1 <= report.oldest_age <= ratio
 
 
@@ -247,16 +247,16 @@ def test_extra_prompts_finish_a_step_earlier_and_waste_tokens() -> None:
         train={"batch_size": 8},
         simulate={"response_tokens": {"kind": "uniform", "low": 1, "high": 100}},
     )
-    batches = synchronous(config, SyncRules(colocated=False, replicate=True))
-    queued, redundant = (roll_flash(config, RollRules(extra_prompts=extra)) for extra in (0, 8))
+    batches = Synchronous.simulate(config, SyncRules(colocated=False, replicate=True))
+    queued, redundant = (RollFlash.simulate(config, RollRules(extra_prompts=extra)) for extra in (0, 8))
     assert redundant.step_s < queued.step_s < batches.step_s
     assert redundant.waste > queued.waste
 
 
 def test_only_filtered_prompts_are_replaced_not_the_batch() -> None:
     config = make_config(run={"steps": 8}, rollout={"drop_equal_rewards": True})
-    batches = synchronous(config, SyncRules(colocated=False, replicate=True))
-    replaced = roll_flash(config, RollRules())
+    batches = Synchronous.simulate(config, SyncRules(colocated=False, replicate=True))
+    replaced = RollFlash.simulate(config, RollRules())
     assert replaced.trained_tokens == batches.trained_tokens < replaced.generated_tokens < batches.generated_tokens
 
 
@@ -276,12 +276,12 @@ def test_a_loser_runs_on_to_its_end_and_keeps_its_environment_from_the_next_step
 
 def _agentic_seconds(config: Config, seed: int) -> float:
     seeded = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=seed))
-    return agentic.roll_agentic(seeded, agentic.AgenticRules(extra_per_group=1)).seconds
+    return agentic.RollAgentic.simulate(seeded, agentic.AgenticRules(extra_per_group=1)).seconds
 
 
 def test_a_batch_of_many_turns_waits_for_each_older_step() -> None:
     async def scenario() -> None:
-        run = agentic.RollAgentic(World(make_config(), colocated=False), agentic.AgenticRules(async_ratio=2))
+        run = agentic.RollAgentic(make_config(), agentic.AgenticRules(async_ratio=2))
         oldest, first, second = (agentic._Episode(step, []) for step in (0, 1, 1))
         for episode in (oldest, first, second):
             episode.finished.append(Finished(Task(0, 0, 0, 0), 1.0, 0.0, 1, 1, 0))
@@ -302,14 +302,14 @@ def test_redundant_groups_hide_slow_environments() -> None:
         train={"batch_size": 8},
         simulate={"response_tokens": 1, "env_s": 10, "fail_slow": 0.1},
     )
-    without = agentic.roll_agentic(config, agentic.AgenticRules())
-    more = agentic.roll_agentic(config, agentic.AgenticRules(extra_groups=4))
+    without = agentic.RollAgentic.simulate(config, agentic.AgenticRules())
+    more = agentic.RollAgentic.simulate(config, agentic.AgenticRules(extra_groups=4))
     assert more.step_s < without.step_s / 2
 
 
 def test_an_environment_that_stops_is_started_again_after_the_deadline_of_its_step() -> None:
     config = make_config(run={"steps": 6}, deadlines={"env_step": 500.0}, simulate={"env_s": 1, "fail_stop": 0.2})
-    report = agentic.roll_agentic(config, agentic.AgenticRules())
+    report = agentic.RollAgentic.simulate(config, agentic.AgenticRules())
     assert report.seconds > 500
     assert report.generated_tokens > report.trained_tokens == 6 * 40
 
@@ -340,8 +340,8 @@ def test_the_admission_of_areal_does_not_bound_the_age_of_stragglers() -> None:
     tokens = [*[10] * 49, 800]
     simulate = {"response_tokens": tokens, "train_step_s": 10.0, "gpus": 5, "rollout_gpus": 4}
     config = make_config(run={"steps": 60}, train={"batch_size": 16}, simulate=simulate)
-    assert areal(config, ArealRules(eta=2)).oldest_age > 10
-    assert areal(config, ArealRules(eta=0)).oldest_age == 0
+    assert Areal.simulate(config, ArealRules(eta=2)).oldest_age > 10
+    assert Areal.simulate(config, ArealRules(eta=0)).oldest_age == 0
 
 
 def test_more_staleness_is_faster_until_the_trainer_is_the_limit() -> None:
@@ -352,7 +352,7 @@ def test_more_staleness_is_faster_until_the_trainer_is_the_limit() -> None:
         "rollout_gpus": 4,
     }
     config = make_config(run={"steps": 20}, train={"batch_size": 16}, simulate=simulate)
-    seconds = [areal(config, ArealRules(eta=eta)).step_s for eta in (0, 1, 8)]
+    seconds = [Areal.simulate(config, ArealRules(eta=eta)).step_s for eta in (0, 1, 8)]
     assert seconds[0] > seconds[1] > seconds[2] == pytest.approx(50, rel=0.02)
 
 

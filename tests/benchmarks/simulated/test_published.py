@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks.simulated.figures import change, workload
 from benchmarks.simulated.peers.asynchronous import (
+    Areal,
     ArealRules,
+    Discard,
     DiscardRules,
+    Laminar,
     LaminarRules,
+    VerlAsync,
     VerlRules,
-    areal,
-    discard,
-    laminar,
-    verl_async,
 )
 from benchmarks.simulated.published import LENGTH, closed_form, simulated_age
 from flash.config.tree import Config
@@ -53,13 +53,13 @@ def test_the_mean_age_of_a_steady_state_follows_its_closed_form(places: int, que
 
 def test_verl_starts_no_group_ahead_at_a_threshold_of_zero() -> None:
     # Each update needs 2 batches of 4 groups. They are generated at once, and then trained in 3 seconds each.
-    report = verl_async(make_config(6, 4, train_step_s=3), VerlRules(sync_every=2))
+    report = VerlAsync.simulate(make_config(6, 4, train_step_s=3), VerlRules(sync_every=2))
     assert report.ends == pytest.approx([13, 16, 29, 32, 45, 48])
     assert report.mean_age == 0
 
 
 def test_verl_starts_the_share_of_its_threshold_ahead() -> None:
-    report = verl_async(make_config(8, 4, train_step_s=20), VerlRules(sync_every=2, threshold=0.5))
+    report = VerlAsync.simulate(make_config(8, 4, train_step_s=20), VerlRules(sync_every=2, threshold=0.5))
     # 12 groups instead of 8 are ready after 10 seconds, so 4 of them are trained right after the update.
     assert report.ends == pytest.approx([30, 50, 70, 90, 110, 130, 150, 170])
     assert report.oldest_age == 1
@@ -68,18 +68,18 @@ def test_verl_starts_the_share_of_its_threshold_ahead() -> None:
 
 def test_a_group_that_is_too_old_is_discarded() -> None:
     config = make_config(8, 2, response_tokens=[10, 200], train_step_s=15)
-    strict = discard(config, DiscardRules(workers=4, buffer=4, max_age=1))
+    strict = Discard.simulate(config, DiscardRules(workers=4, buffer=4, max_age=1))
     assert strict.stale_groups > 0
     assert strict.stale_tokens > strict.stale_groups
     assert strict.oldest_age == 1
-    patient = discard(config, DiscardRules(workers=4, buffer=4, max_age=20))
+    patient = Discard.simulate(config, DiscardRules(workers=4, buffer=4, max_age=20))
     assert patient.stale_groups == 0
     assert patient.oldest_age > 1
 
 
 def test_packing_long_answers_together_lets_the_other_engines_begin_again() -> None:
     config = make_config(12, 128, gpus=9, rollout_gpus=8, response_tokens=[*[10] * 15, 400])
-    packed, waiting = laminar(config, LaminarRules()), laminar(config, LaminarRules(repack=False))
+    packed, waiting = Laminar.simulate(config, LaminarRules()), Laminar.simulate(config, LaminarRules(repack=False))
     assert packed.step_s < waiting.step_s
 
 
@@ -87,6 +87,6 @@ def test_weights_that_may_not_interrupt_wait_for_the_longest_answer() -> None:
     config = make_config(6, 2, response_tokens=[10, 100], train_step_s=1)
     config = change(config, engine={"max_sequences": 4})
     interrupted, waited = (
-        areal(config, ArealRules(eta=1, max_concurrent=4, interruptible=on)).ends[-1] for on in (True, False)
+        Areal.simulate(config, ArealRules(eta=1, max_concurrent=4, interruptible=on)).ends[-1] for on in (True, False)
     )
     assert interrupted < waited
