@@ -40,6 +40,10 @@ SOFTWARE = ("torch", "vllm", "transformers", "triton")
 """Packages whose versions are recorded with the rows."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
+PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+"""Arguments with which a Python installs packages."""
+INSTALL_TIMEOUT_S = 1800
+"""Longest wait for pip."""
 ENDING_S = 120
 """Longest wait for a command after SIGTERM: a run writes a checkpoint, under a deadline of its own."""
 
@@ -227,19 +231,24 @@ def run_command(
         raise subprocess.CalledProcessError(code, words)
 
 
-def make_python(folder: Path, contents: Sequence[str], install: Callable[[Path], object]) -> Path:
+def make_python(folder: Path, requirements: Sequence[str], prepare: Callable[[Path], object] | None = None) -> Path:
     """Return the Python of another system's environment in `folder`; make the environment first, unless it exists.
 
-    `install` gets that Python, and installs the packages; it raises if it fails. `contents` names the packages with
-    their versions. An environment with other contents is made again.
+    An environment with other requirements or of another Python is made again. `prepare` gets the Python of a new
+    environment, and may install packages before the requirements.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install them; its output was shown.
     """
     # This file is written last, so an environment without it is not finished.
     executable, stamp = folder / "bin" / "python", folder / "requirements.txt"
-    wanted = "\n".join(contents) + "\n"
+    wanted = "\n".join((*requirements, platform.python_version())) + "\n"
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"making {folder} (once): {contents[0]}, …", flush=True)
+        print(f"making {folder} (once): {requirements[0]}, …", flush=True)
         venv.create(folder, clear=True, with_pip=True)
-        install(executable)
+        if prepare is not None:
+            prepare(executable)
+        run_command([executable, *PIP_INSTALL, *requirements], INSTALL_TIMEOUT_S)
         stamp.write_text(wanted)
     return executable
 

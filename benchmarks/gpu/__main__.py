@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.form import Args, Row, main
 from benchmarks.gpu import runs
-from benchmarks.gpu.steps import Part, Sizes, Skipped, exact_rows, memory_rows, mfu_rows
+from benchmarks.gpu.steps import FULL, Part, Sizes, Skipped, exact_rows, memory_rows, mfu_rows
 from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"
@@ -53,7 +53,7 @@ def check(argv: Sequence[str] | None = None, offered: dict[str, Part] = PARTS) -
             raise SystemExit(
                 "this machine has no NVIDIA GPU; --quick runs the parts on the CPU, to show that they work"
             )
-        sizes = Sizes.of(gpu=gpu, quick=args.quick)
+        sizes = Sizes(gpu=gpu) if args.quick else FULL
         rows: list[Row] = []
         for name in args.own.parts or known:
             print(f"\n=== {name}", flush=True)

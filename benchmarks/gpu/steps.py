@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -96,23 +96,19 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 1
     """Rounds of the comparison with a bare vLLM."""
 
-    @classmethod
-    def of(cls, *, gpu: bool, quick: bool) -> Self:
-        """Return the sizes for a card, or for two CPU cores. `quick` chooses the small sizes on a card, too."""
-        if not gpu or quick:
-            return cls(gpu=gpu)
-        return cls(
-            gpu=True,
-            swaps=20,
-            shape=SMALL,
-            sequences=64,
-            length=(256, 1792),
-            steps=4,
-            requests=256,
-            tokens=256,
-            rounds=3,
-        )
 
+FULL = Sizes(
+    gpu=True,
+    swaps=20,
+    shape=SMALL,
+    sequences=64,
+    length=(256, 1792),
+    steps=4,
+    requests=256,
+    tokens=256,
+    rounds=3,
+)
+"""Sizes for a card."""
 
 Part = Callable[[Sizes], list[Row]]
 """A part of the check: measures, and returns its rows."""

@@ -83,12 +83,8 @@ class FixedEngine(WrappedEngine[Any]):
         await anyio.lowlevel.checkpoint()
 
 
-UNTAUGHT = TinyModelConfig(warm_start_steps=0)
-"""Tiny model with random weights. Its quality does not matter, because its answers only end at the limit."""
-
-
-def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
-    """Make the tiny model `tiny` in `folder`, which is replaced, and return the folder.
+def endless_model(folder: Path) -> Path:
+    """Make a tiny model of random weights in `folder`, which is replaced, and return the folder.
 
     The model has no end-of-text token, so that all answers have the length of the token limit, and two ways to serve
     them can be compared.
@@ -96,7 +92,9 @@ def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
     from flash.trainer.model.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
-    make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)
+    make_tiny_model(
+        folder, TinyModelConfig(warm_start_steps=0), "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None
+    )
     remove_end_token(folder)
     return folder
 

@@ -132,11 +132,6 @@ def _named(folder: Path) -> Iterable[int]:
                 yield int(entry.name)
 
 
-def main() -> None:
-    """Run as the keeper of a folder, which is the program's argument."""
+if __name__ == "__main__":
     sys.stdin.buffer.read()  # returns when the owner has ended, or has closed the pipe
     remove(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,11 +14,10 @@ The engine is the one that `flash sandbox` finds: that of DOCKER_HOST, or at a u
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -79,8 +78,6 @@ COUNTS = {
 }
 """Numbers of measurements, in a full and in a quick run: rounds, in which ours and those of swe-rex take turns;
 commands of each kind in each round; starts with a warm sandbox and from nothing."""
-Counts = dict[str, int]
-"""Numbers of COUNTS in this run."""
 
 
 # -- operations of ours ----------------------------------------------------------------------------------------------
@@ -182,11 +179,10 @@ async def warm_starts(backend: Backend, count: int) -> list[float]:
 # -- the comparison --------------------------------------------------------------------------------------------------
 
 
-async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex | None, counts: Counts) -> list[Row]:
+async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex, counts: Mapping[str, int]) -> list[Row]:
     """Measure commands in running sandboxes, and return the rows.
 
-    `labels` are those of the containers, by which containers that are left behind are found. `peer` is None if swe-rex
-    is left out.
+    `labels` are those of the containers, by which containers that are left behind are found.
     """
     # Seconds of each command: in a shell of ours, as a process, in a shell over HTTP; and those of swe-rex.
     in_shell: list[float] = []
@@ -202,47 +198,37 @@ async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex | N
     ):
         await session(shell, WARM_UP)
         await session(remote_shell, WARM_UP)
-        if peer is not None:
-            await peer.start()
-            await peer.open_session()
-            await peer.session()
+        await peer.start()
+        await peer.open_session()
+        await peer.session()
         for _ in range(counts["rounds"]):
             in_shell += await session(shell, counts["session"])
             alone += await fresh(sandbox, counts["fresh"])
             http += await session(remote_shell, counts["over_http"])
-            if peer is not None:
-                their_session += await timed(peer.session, counts["swerex_session"])
-                their_execute += await timed(peer.execute, counts["swerex_execute"])
-        if peer is not None:
-            await peer.stop()
-    rows = [
+            their_session += await timed(peer.session, counts["swerex_session"])
+            their_execute += await timed(peer.execute, counts["swerex_execute"])
+        await peer.stop()
+    ratio = statistics.median(their_session) / statistics.median(in_shell)
+    return [
         median("command in a session", "round_trip", in_shell, their_session, ROUND_TRIP_MS),
         median("fresh command", "round_trip", alone, their_execute),
         median("command in a session, over HTTP", "round_trip", http, their_session),
+        Row("command in a session", "speedup", "x", ratio, at_least=SPEEDUP),
     ]
-    if their_session:
-        ratio = statistics.median(their_session) / statistics.median(in_shell)
-        rows.append(Row("command in a session", "speedup", "x", ratio, at_least=SPEEDUP))
-    return rows
 
 
-async def starts(backend: Backend, labels: dict[str, str], peer: SweRex | None, counts: Counts) -> list[Row]:
+async def starts(backend: Backend, labels: dict[str, str], peer: SweRex, counts: Mapping[str, int]) -> list[Row]:
     """Measure how long it takes to get a sandbox, and return the rows. The parameters are those of `round_trips`."""
     # Seconds of each start from nothing: of ours, of the engine alone, and of swe-rex.
     cold: list[float] = []
     bare: list[float] = []
     theirs: list[float] = []
     for number in range(counts["cold"] + 1):
-        ours_s, bare_s = await cold_start(backend, labels), await engine_start(backend, labels)
-        their_s = 0.0
-        if peer is not None:
-            their_s = await peer.start()
-            await peer.stop()
-        if number == 0:
-            continue  # the first of each reads files that the machine has not read yet
-        cold.append(ours_s)
-        bare.append(bare_s)
-        theirs += [] if peer is None else [their_s]
+        taken = await cold_start(backend, labels), await engine_start(backend, labels), await peer.start()
+        await peer.stop()
+        if number > 0:  # the first of each reads files that the machine has not read yet
+            for times, seconds in zip((cold, bare, theirs), taken, strict=True):
+                times.append(seconds)
     warm = await warm_starts(backend, counts["warm"])
     engine_s, case = statistics.median(bare), "start to first command"
     ratio = statistics.median(cold) / engine_s
@@ -267,13 +253,12 @@ def median(
         case: name of the row.
         what: beginning of the metric's name: the thing that was timed.
         seconds: times of Flash.
-        reference: times of swe-rex; empty if it was not measured.
+        reference: times of swe-rex.
         goal_ms: goal of the median; None: no goal.
         bound: least possible median, in milliseconds; None if it is not known.
     """
-    other = statistics.median(reference) * 1e3 if reference else None
-    ours_ms = statistics.median(seconds) * 1e3
-    return Row(case, f"{what}_ms_median", "ms", ours_ms, other, at_most=goal_ms, bound=bound)
+    ours_ms, other_ms = statistics.median(seconds) * 1e3, statistics.median(reference) * 1e3
+    return Row(case, f"{what}_ms_median", "ms", ours_ms, other_ms, at_most=goal_ms, bound=bound)
 
 
 async def ensure_image(stored: Images, name: str = IMAGE) -> None:
@@ -291,19 +276,27 @@ async def ensure_image(stored: Images, name: str = IMAGE) -> None:
         await stored.make(archive, name)
 
 
-async def in_containers(url: str, with_swerex: bool, counts: Counts) -> list[Row]:
+async def in_containers(url: str, counts: Mapping[str, int]) -> list[Row]:
     """Measure on the engine at `url`.
 
     Raises:
-        ConfigError: the packages of the image or of swe-rex cannot be had.
+        ConfigError: the packages of the image cannot be had, or are not for the Python of swe-rex's packages.
         RuntimeError: a command has failed, or a container is left behind.
     """
     labels = {LABEL: uuid4().hex}  # a new value, by which the containers of this run that no pool makes are found
     async with DockerBackend(url) as backend:
         await ensure_image(backend.images)
         info = await backend.info()
-        print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
-        async with _peer(backend, url, labels, with_swerex) as peer:
+        # The version of Python in the image, with which swe-rex's packages must agree.
+        async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
+            command = ["python3", "-c", "import platform; print(platform.python_version())"]
+            image_python = (await sandbox.run(command, timeout=COMMAND_S)).stdout.decode().strip()
+        async with connected(url, SPEC, labels, image_python) as peer:
+            print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
+            print(
+                f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n",
+                flush=True,
+            )
             rows = await round_trips(backend, labels, peer, counts)
             rows += await starts(backend, labels, peer, counts)
         if left := await backend.containers.list(labels):
@@ -311,40 +304,18 @@ async def in_containers(url: str, with_swerex: bool, counts: Counts) -> list[Row
     return rows
 
 
-@asynccontextmanager
-async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool) -> AsyncGenerator[SweRex | None]:
-    """Provide swe-rex for the time of the block; None if it is not `wanted`."""
-    if not wanted:
-        print("  peer     left out\n", flush=True)
-        yield None
-        return
-    # The version of Python in the image, with which swe-rex's packages must agree.
-    async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
-        command = ["python3", "-c", "import platform; print(platform.python_version())"]
-        result = await sandbox.run(command, timeout=COMMAND_S)
-    image_python = result.stdout.decode().strip()
-    async with connected(url, SPEC, labels, image_python) as peer:
-        print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
-        yield peer
-
-
 def measure(args: Args) -> list[Row]:
     """Measure on the engine of this machine. `benchmarks.form.main` calls this.
 
-    Ends the process with a message if there is no engine, or if packages of the image or of swe-rex cannot be had.
+    Ends the process with a message if there is no engine, or if packages of the image cannot be had.
     """
     counts = {name: quick if args.quick else full for name, (full, quick) in COUNTS.items()}
     try:
-        return anyio.run(in_containers, find_engine(), not args.own.without_swerex, counts)
+        return anyio.run(in_containers, find_engine(), counts)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the option that only this benchmark has."""
-    parser.add_argument("--without-swerex", action="store_true", help="leave out swe-rex, also in the picture")
-
-
 if __name__ == "__main__":
     plot = bars("Time until the answer, logarithmic", "median, ms", "_ms_median", names=NAMES, log=True)
-    main("sandbox", __doc__ or "", measure, plot=plot, add_options=add_options)
+    main("sandbox", __doc__ or "", measure, plot=plot)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -42,28 +41,10 @@ PINNED = (
     *("python-multipart==0.0.34", "requests==2.34.2", "rich==15.0.0", "starlette==1.10.0", "uvicorn==0.54.0"),
 )
 """Packages of its environment."""
-INSTALL_S = 900
-"""Longest wait for pip, in seconds."""
 MOUNT = "/swerex"
 """Path of the packages in the container."""
 ALIVE_S = 60.0
 """Longest wait for a server, in seconds."""
-
-
-def python() -> Path:
-    """Return the environment's Python; make the environment first, unless it exists with these packages.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not install it; its output was shown.
-        subprocess.TimeoutExpired: pip took longer than INSTALL_S.
-    """
-
-    def install(executable: Path) -> None:
-        """Install the packages into the new environment."""
-        command = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *PINNED]
-        subprocess.run(command, check=True, timeout=INSTALL_S)
-
-    return make_python(FOLDER, [*PINNED, sys.version.split()[0]], install)
 
 
 def packages(image_python: str) -> Path:
@@ -77,7 +58,7 @@ def packages(image_python: str) -> Path:
     if ours != theirs:
         raise ConfigError(
             f"swe-rex is installed for Python {ours}, but its server would run with the image's {theirs}; run this "
-            f"benchmark with Python {theirs}, or without swe-rex: `--without-swerex`"
+            f"benchmark with Python {theirs}"
         )
     return FOLDER / "lib" / f"python{ours}" / "site-packages"
 
@@ -176,7 +157,7 @@ async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_pytho
 
     Raises ConfigError if swe-rex's packages are not for `image_python`, the version of the image's Python.
     """
-    await anyio.to_thread.run_sync(python)
+    await anyio.to_thread.run_sync(make_python, FOLDER, PINNED)
     async with DockerApi(url, START_S) as api:
         peer = SweRex(api, spec, labels, packages(image_python))
         try:

@@ -32,16 +32,13 @@ from flash.simulate.world import simulate
 
 # -- configurations --------------------------------------------------------------------------------------------------
 
-NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
-"""Tables that a configuration must have and a simulation does not use."""
-
 GPUS_PER_NODE = 8
 """GPUs of a node, from which the number of nodes follows unless a configuration names it."""
 
 
 def workload(name: str, **tables: Mapping[str, Any]) -> Config:
     """Return the configuration benchmarks/workloads/<name>.toml with changes, as `change` makes them."""
-    return change(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), **tables)
+    return change(tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), **tables)
 
 
 def change(base: Config | Mapping[str, Any], **tables: Mapping[str, Any]) -> Config:
@@ -324,12 +321,7 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
     """
     label = "long" if ratio == 2 else f"long, async ratio {ratio}"
     rows: list[Row] = []
-    # Samples per second on each number of GPUs: ours, of ROLL Flash's rules, under the bound, and of synchronous
-    # training.
-    own: list[float] = []
-    peers: list[float] = []
-    limits: list[float] = []
-    sync: list[float] = []
+    sync: list[float] = []  # samples per second of synchronous training, on each number of GPUs
     for gpus in sizes:
         config = workload(
             "rlvr_long",
@@ -338,15 +330,14 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
             simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
         )
         report = ours(config)
-        peers.append(RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s)
-        limits.append(batch / capacity_s(config, report))
-        case, speed = f"{gpus} GPUs, {label}", report.samples_per_s
-        rows.append(Row(case, "samples_per_s", "samples/s", speed, peer=peers[-1], bound=limits[-1]))
-        own.append(speed)
+        peer = RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s
+        bound = batch / capacity_s(config, report)
+        case = f"{gpus} GPUs, {label}"
+        rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
         if ratio == 2:
             sync.append(Synchronous.simulate(config, BaselineRules(env_async=True)).samples_per_s)
-    case, ours_x = f"16 to 128 GPUs, {label}", own[-1] / own[0]
-    peer, bound = peers[-1] / peers[0], limits[-1] / limits[0]
+    case = f"16 to 128 GPUs, {label}"
+    ours_x, peer, bound = (getattr(rows[-1], name) / getattr(rows[0], name) for name in ("ours", "peer", "bound"))
     rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
     if ratio == 2:
         rows += [

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.form import RESULTS, ROOT, WORKLOADS, Args, Row, main, make_python, run_command
+from benchmarks.form import PIP_INSTALL, RESULTS, ROOT, WORKLOADS, Args, Row, main, make_python, run_command
 from benchmarks.versus_trl import curves
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -75,7 +75,7 @@ CURVES = RESULTS / "versus_trl_curves.json"
 OUT = Path("outputs") / "versus-trl"
 """Folder of the runs."""
 RUN_TIMEOUT_S = 1800
-"""Longest wait for one run, or for pip."""
+"""Longest wait for one run, or for the installation of torch."""
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -119,20 +119,14 @@ def requirements() -> list[str]:
     return [*PINNED, *(f"{name}=={metadata.version(name).partition('+')[0]}" for name in SHARED)]
 
 
-def install_trl(executable: Path) -> None:
-    """Install TRL into a new environment, with torch's build for CPUs on a machine without a GPU.
-
-    Raises:
-        subprocess.CalledProcessError: pip could not install it; its output was shown.
-    """
-    pip = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+def install_torch(executable: Path) -> None:
+    """Install torch's build for CPUs into TRL's environment, on a machine without a GPU."""
     packages = installer()
     if not packages.has_nvidia_gpu():
         torch = packages.find_torch(executable)
-        if torch.size == packages.CPU:  # the other one comes below, with what it requires
+        if torch.size == packages.CPU:  # the other one comes with the requirements
             where = packages.commands.variables(dict(torch.variables))
-            run_command([*pip, "--no-deps", torch.requirement], RUN_TIMEOUT_S, where)
-    run_command([*pip, *requirements()], RUN_TIMEOUT_S)
+            run_command([executable, *PIP_INSTALL, "--no-deps", torch.requirement], RUN_TIMEOUT_S, where)
 
 
 def installer() -> Any:
@@ -167,7 +161,7 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     shutil.rmtree(out, ignore_errors=True)
     chosen = msgspec.json.encode(choices).decode()
     command = [
-        make_python(TRL_FOLDER, requirements(), install_trl),
+        make_python(TRL_FOLDER, requirements(), install_torch),
         "-m",
         "benchmarks.versus_trl.runner",
         out,

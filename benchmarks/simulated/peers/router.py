@@ -32,11 +32,6 @@ class Response(msgspec.Struct):
         if self.oldest_version is None or oldest_version < self.oldest_version:
             self.oldest_version = oldest_version
 
-    def restart(self) -> None:
-        """Discard the tokens so far, since the turn starts again."""
-        self.discarded += self.tokens
-        self.tokens, self.oldest_version = 0, None
-
 
 class PeerEngine(SimEngine):
     """A simulated engine that also reports how many tokens its requests have sampled, as an abort does."""
@@ -123,7 +118,8 @@ class Router:
             if key in self._aborted:
                 response.add(*self._aborted.pop(key))
             if not self._keep_partial:
-                response.restart()
+                response.discarded += response.tokens
+                response.tokens, response.oldest_version = 0, None
             assigned = self._moved.pop(key, assigned)
 
     async def _request(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from statistics import mean
 from typing import Generic, TypeVar
 
@@ -101,8 +102,9 @@ class World:
         assert config.simulate is not None
         self.config = config
         self.settings: SimulateConfig = config.simulate
-        self.workload = make_workload(config, extra_members)
-        self.tasks = TaskSource(config.run.seed, config.rollout.group_size + extra_members)
+        size = config.rollout.group_size + extra_members
+        self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, size)
+        self.tasks = TaskSource(config.run.seed, size)
         gpus = self.settings.gpus if colocated else self.settings.rollout_gpus
         self._train_gpus = self.settings.gpus if colocated else self.settings.gpus - self.settings.rollout_gpus
         self.engines = [
@@ -218,7 +220,7 @@ class World:
         published = Published(self.version, "tcp", b"", Canary([], []))
         async with anyio.create_task_group() as loads:
             for engine in self.engines:
-                loads.start_soon(_load, engine, published)
+                loads.start_soon(partial(engine.load, published, keep_cache=False))
 
     async def update(self, *, drain: bool = False) -> None:
         """Load the next version into all engines, between two times of generation.
@@ -255,18 +257,6 @@ class World:
             generated_tokens=self._generated,
             trained_tokens=self._trained,
         )
-
-
-def make_workload(config: Config, extra_members: int = 0) -> Workload:
-    """Make the workload of a configuration. `extra_members`: tasks of a group beyond its size."""
-    assert config.simulate is not None
-    tasks_per_group = config.rollout.group_size + extra_members
-    return Workload(config.simulate, config.run.seed, config.rollout.max_new_tokens, tasks_per_group)
-
-
-async def _load(engine: PeerEngine, published: Published) -> None:
-    """Load a version into an engine, with a new KV cache."""
-    await engine.load(published, keep_cache=False)
 
 
 RulesT = TypeVar("RulesT")

@@ -23,7 +23,6 @@ def test_medians_are_in_milliseconds_and_have_the_goal() -> None:
     row = bench_run.median("a", "round_trip", [0.001, 0.002, 0.009], [0.1], goal_ms=1.0, bound=0.5)
     assert (row.metric, row.ours, row.reference, row.bound) == ("round_trip_ms_median", 2.0, 100.0, 0.5)
     assert row.met is False
-    assert bench_run.median("a", "start", [0.001], []).reference is None
 
 
 # -- our half, on agents without containers --------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def test_swe_rex_gets_our_image_and_limits_and_the_hosts_network(tmp_path: Path)
 def test_its_packages_must_be_for_the_images_python() -> None:
     version = "{}.{}".format(*sys.version_info[:2])
     assert sandbox_swerex.packages(f"{version}.99").parts[-2:] == (f"python{version}", "site-packages")
-    with pytest.raises(ConfigError, match=r"image's 3\.6; .* `--without-swerex`"):
+    with pytest.raises(ConfigError, match=r"image's 3\.6; run this benchmark with Python 3\.6"):
         sandbox_swerex.packages("3.6.1")
 
 
@@ -87,7 +86,7 @@ def test_every_package_that_is_installed_for_it_is_pinned() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     rows = [
         bench_run.median("command in a session", "round_trip", [0.0004], [0.12], 1.0),
-        bench_run.median("start to first command, from nothing", "start", [0.25], [], bound=200.0),
+        bench_run.median("start to first command, from nothing", "start", [0.25], [1.5], bound=200.0),
     ]
     file = tmp_path / "sandbox.png"
     bars("Time", "ms", "_ms_median", names=bench_run.NAMES, log=True)(rows, file)

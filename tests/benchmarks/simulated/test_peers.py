@@ -18,7 +18,7 @@ from benchmarks.simulated.peers.asynchronous import Areal, ArealRules, capacity
 from benchmarks.simulated.peers.roll_flash import BaselineRules as SyncRules
 from benchmarks.simulated.peers.roll_flash import Cohort, RollFlash, RollRules, Synchronous
 from benchmarks.simulated.peers.router import PeerEngine, Response, Router
-from benchmarks.simulated.peers.world import Finished, make_workload
+from benchmarks.simulated.peers.world import Finished, World
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.rollout.episode.episode import response_key
@@ -52,7 +52,7 @@ def make_config(**tables: Any) -> Config:
 
 def lengths(config: Config, groups: int) -> list[list[int]]:
     """Response tokens of the first groups, as every policy draws them."""
-    work, size = make_workload(config), config.rollout.group_size
+    work, size = World(config, colocated=False).workload, config.rollout.group_size
     tasks = [[Task(group * size + i, group, i, 0) for i in range(size)] for group in range(groups)]
     return [[work.response_tokens(response_key(task, 0)) for task in group] for group in tasks]
 
