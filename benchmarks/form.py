@@ -19,12 +19,10 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 
@@ -37,7 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "images" / "figures"
 """Folder of the pictures of full runs."""
 SOFTWARE = ("torch", "vllm", "transformers", "triton")
-"""Packages whose versions are recorded with the rows."""
+"""Packages whose versions are recorded with the rows. Builds for CPUs may have the suffix `-cpu` in their names."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
@@ -76,13 +74,6 @@ class Row(msgspec.Struct, frozen=True):
         if self.at_least is not None:
             return self.ours >= self.at_least
         return None if self.at_most is None else self.ours <= self.at_most
-
-    @property
-    def goal(self) -> str:
-        """Goal with its direction, as text for the table; `-` without a goal."""
-        if self.at_least is not None:
-            return f">= {_figure(self.at_least)}"
-        return "-" if self.at_most is None else f"<= {_figure(self.at_most)}"
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -167,8 +158,12 @@ def main(
     for title, text in machine():
         print(f"  {title:<8} {text}")
     print(flush=True)
-    with terminated_like_interrupted():
+    # `python -m benchmarks` ends a benchmark with SIGTERM. As after Ctrl-C, it then ends all that it has started.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         rows = run(Args(quick=args.quick, own=args))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print_table(rows)
     if args.json is not None:
         recorded = Recorded(day=time.strftime("%Y-%m-%d"), machine=dict(machine()), rows=rows)
@@ -178,24 +173,6 @@ def main(
         plot(rows, picture)
         print(f"drawn to {picture}")
     return rows
-
-
-@contextmanager
-def terminated_like_interrupted() -> Generator[None]:
-    """Let SIGTERM raise KeyboardInterrupt within the block, so that the block can end the processes that it started.
-
-    `python -m benchmarks` ends a benchmark with SIGTERM.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        """Raise KeyboardInterrupt. The handler of SIGTERM."""
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_command(
@@ -268,9 +245,11 @@ def print_table(rows: Sequence[Row]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
+        goal = "-" if row.at_most is None else f"<= {_figure(row.at_most)}"
+        goal = goal if row.at_least is None else f">= {_figure(row.at_least)}"
         verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
         figures = [_figure(getattr(row, name)) for name in ("ours", "reference", *simulated)]
-        table.add_row(*map(Text, (row.case, row.metric, row.unit, *figures, row.goal)), verdict)
+        table.add_row(*map(Text, (row.case, row.metric, row.unit, *figures, goal)), verdict)
     # A log file has no width: nothing may be cut there.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table, crop=False)
@@ -286,11 +265,15 @@ def machine() -> list[tuple[str, str]]:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
         system = platform.platform()
+    versions = {installed.name: installed.version for installed in metadata.distributions()}
     lines = [
         ("cpu", f"{named[1] if named else platform.machine()}, {cores} of {os.cpu_count()} cores usable"),
         ("memory", f"{memory / 2**30:.1f} GiB"),
         ("system", f"{system}, Python {platform.python_version()}"),
-        ("software", ", ".join(f"{name} {installed_version(name)}" for name in SOFTWARE)),
+        (
+            "software",
+            ", ".join(f"{name} {versions.get(name) or versions.get(f'{name}-cpu', '-')}" for name in SOFTWARE),
+        ),
     ]
     if commit := output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
         changed = output_of("git", "-C", str(ROOT), "status", "--porcelain")
@@ -305,16 +288,6 @@ def _figure(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
-
-
-def installed_version(package: str) -> str:
-    """Return the version of a package, or of its build for CPUs, which may have the suffix `-cpu` in its name."""
-    for name in (package, f"{package}-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def output_of(*command: str) -> str:

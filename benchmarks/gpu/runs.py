@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS, Row
-from benchmarks.gpu.steps import MIXTURE, MODELS, Part, Sizes, Skipped, random_model, weight_bytes
+from benchmarks.gpu.steps import MIXTURE, MODELS, Part, Sizes, Skipped, random_model
 from benchmarks.real.engine_cost import config_for, efficiency_rows
 from benchmarks.real.runs import Measured, train
 from flash.config.load import load
@@ -58,13 +58,13 @@ def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
     Raises:
         CalledProcessError: the run failed; its output has the reason. A canary beyond its tolerance fails a run, too.
     """
-    workload, name, folder, dtype, size = TINY, "gpu-check-tiny", TINY_MODEL, "float32", 4
+    workload, name, folder, dtype = TINY, "gpu-check-tiny", TINY_MODEL, "float32"
     overrides = [f"run.steps={sizes.swaps}", *([] if sizes.gpu else NO_GPU)]
     if model is not None:
-        workload, name, folder, dtype, size = ONE_GPU, "gpu-check-model", model, "bfloat16", 2
+        workload, name, folder, dtype = ONE_GPU, "gpu-check-model", model, "bfloat16"
         overrides += [f"model.path={model}", *SHORTER]
     run = train(workload, name, overrides)
-    bytes_sent = weight_bytes(folder, size)  # `size` is the number of bytes of a weight
+    bytes_sent = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     # Activities of the timeline, each as [lane, activity, start, stop], and the seconds of those of two kinds.
     spans: list[Any] = [json.loads(line) for line in Path("outputs", name, "spans.jsonl").read_text().splitlines()]
     swaps, publishes = ([stop - start for _, kind, start, stop in spans if kind == one] for one in ("swap", "publish"))

@@ -6,7 +6,6 @@ own, because the process group and the memory of a card belong to one process.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import statistics
 import tempfile
@@ -142,18 +141,6 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path, *, endless: boo
             if endless:
                 remove_end_token(new)
     return folder
-
-
-def weight_bytes(folder: Path, bytes_each: int) -> int:
-    """Return the bytes of a model's weights, with `bytes_each` for each number."""
-    from safetensors import safe_open
-
-    numbers = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                numbers += math.prod(tensors.get_slice(name).get_shape())
-    return numbers * bytes_each
 
 
 # -- training steps --------------------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ CELL_TIMEOUT_S = 1800
 """Longest time in which no cell ends. A cell takes a minute where it has a core for itself, with a critic one and a
 half."""
 
+CellEnd = tuple[Cell, Result | str]
+"""A cell that has ended, with its result, or with the text of its error."""
 T = TypeVar("T")
 Found = TypeVar("Found")
-TrainCells = Callable[[Sequence[Cell]], Iterable[tuple[Cell, Result | str]]]
-"""Trains cells. Yields each with its result, or with the text of its error; see `train_cells`."""
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def accuracy_table(rows: Sequence[Row]) -> str:
 # -- cells -----------------------------------------------------------------------------------------------------------
 
 
-def train_cells(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result | str]]:
+def train_cells(cells: list[Cell]) -> Iterator[CellEnd]:
     """Train cells, and yield each as soon as it ends: with its result, or with the text of its error.
 
     Each usable core trains one cell at a time. The model of all cells is made first, unless it exists, because
@@ -174,7 +174,7 @@ def grid(
     ]
 
 
-def measure(args: Args, train_cells: TrainCells = train_cells) -> list[Row]:
+def measure(args: Args, train_cells: Callable[[list[Cell]], Iterable[CellEnd]] = train_cells) -> list[Row]:
     """Run the cells that the options name and that have no result yet, and return the rows of all cells that have one.
 
     `benchmarks.form.main` calls this. Tests replace `train_cells`.

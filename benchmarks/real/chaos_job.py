@@ -69,13 +69,13 @@ TARGET_HOSTS: dict[Target, tuple[int, ...]] = {
 """Hosts of each target: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it,
 `flash train` itself, and a host's link."""
 
-PROCESSES: tuple[Target, ...] = tuple(target for target in TARGET_HOSTS if target != "network")
-"""Targets that are processes."""
-
 Kind = tuple[How, Target]
 """Kind of a fault: what is done, and to which part of the run."""
 
-KINDS: tuple[Kind, ...] = (*product(("kill", "stop"), PROCESSES), ("cut", "network"), ("half cut", "network"))
+KINDS: tuple[Kind, ...] = (
+    *product(("kill", "stop"), [target for target in TARGET_HOSTS if target != "network"]),
+    *(("cut", "network"), ("half cut", "network")),
+)
 """All kinds of faults."""
 
 GAP_S = 20.0

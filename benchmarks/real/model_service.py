@@ -231,6 +231,12 @@ async def _answer(received: BufferedByteReceiveStream) -> str:
     return "".join(reply["choices"][0]["delta"].get("content", "") for reply in replies)
 
 
+AGENT = AgentOptions(
+    function="benchmarks.real.model_service:drive", tasks={"path": "benchmarks.real.model_service:AgentTasks"}
+)
+"""Options of environments whose agent calls the endpoint."""
+
+
 # -- the node --------------------------------------------------------------------------------------------------------
 
 
@@ -258,12 +264,6 @@ async def play_episodes(
     return played, time.perf_counter() - start
 
 
-def agent() -> Agent:
-    """Make an environment whose agent calls the endpoint."""
-    module = "benchmarks.real.model_service"
-    return Agent(AgentOptions(function=f"{module}:drive", tasks={"path": f"{module}:AgentTasks"}))
-
-
 def measure(args: Args) -> list[Row]:
     """Play the episodes without the endpoint, then with it, and return the rows. `benchmarks.form.main` calls this."""
     count, answer_s = (50, 0.8) if args.quick else (AGENT_COUNT, ANSWER_S)
@@ -275,7 +275,7 @@ def measure(args: Args) -> list[Row]:
             assert driver.stdout is not None
             os.environ[DRIVER] = driver.stdout.readline().strip()  # `drive` reads the port from there
             served = TimedEngine(answer_s)
-            played, served_s = anyio.run(play_episodes, agent, served, count)
+            played, served_s = anyio.run(play_episodes, lambda: Agent(AGENT), served, count)
         finally:
             driver.kill()
     # Measurements of each agent, which `AgentTasks.step` has put into the note of the last turn.

@@ -223,19 +223,14 @@ def async_vs_sync(args: Args) -> list[Row]:
     no schedule of the same work on these two cores is faster. It is 2 at equal halves.
     """
     runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30)
-    generation, training = halves(runs["α = 0"])
+    # Seconds that a synchronous step waits for samples and that it trains; the first steps do not count.
+    generation, training = (runs["α = 0"].mean(name, slice(2, None)) for name in ("trainer_wait_s", "trainer_step_s"))
     bound = (generation + training) / max(generation, training)
     rows = rows_of(STREAMED, [runs], goals={"α = 0, streamed": 1.5, "α = 1": 1.6})
     return [
         *(msgspec.structs.replace(row, bound=bound) if row.metric == "speedup" else row for row in rows),
         Row("α = 0", "training_over_generation", "ratio", training / generation),
     ]
-
-
-def halves(run: Measured) -> tuple[float, float]:
-    """Return the seconds that a synchronous step waits for samples and that it trains; the first steps do not count."""
-    settled = slice(2, None)
-    return run.mean("trainer_wait_s", settled), run.mean("trainer_step_s", settled)
 
 
 # -- the simulator ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -103,8 +102,14 @@ def remove(folder: Path) -> None:
 
 
 def processes(folder: Path) -> set[int]:
-    """Return the ids of the processes in a folder's network namespaces, and of those that `_named` finds."""
-    return {*_named(folder), *(pid for space in spaces(folder) for pid in processes_in(space))}
+    """Return the ids of the processes in a folder's network namespaces, and of those that have a path in the folder as
+    the value of an environment variable."""
+    found = {pid for space in spaces(folder) for pid in processes_in(space)}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if f"={folder}/".encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+    return found
 
 
 def processes_in(space: str) -> list[int]:
@@ -122,14 +127,6 @@ def processes_in(space: str) -> list[int]:
 def spaces(folder: Path) -> list[str]:
     """Return the names of a folder's network namespaces."""
     return sorted(path.name for path in SPACES.glob(f"{folder.name}-*"))
-
-
-def _named(folder: Path) -> Iterable[int]:
-    """Yield the ids of the processes that have a path in the folder as the value of an environment variable."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if f"={folder}/".encode() in (entry / "environ").read_bytes():
-                yield int(entry.name)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,9 @@ class SweRex:
 
     async def start(self) -> float:
         """Start a container; return the seconds from the request to the result of a first command in it."""
-        port, token = _free_port(), uuid4().hex
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port, token = int(probe.getsockname()[1]), uuid4().hex  # no process listens on this port
         config, name = container(self._spec, self._labels, self._folder, port, token), f"swerex-{token}"
         begin = time.perf_counter()
         # A cancelled request may still make the container. Its id would be lost, so that nothing could remove it.
@@ -165,10 +167,3 @@ async def connected(url: str, spec: Spec, labels: Mapping[str, str], image_pytho
         finally:
             with anyio.CancelScope(shield=True):
                 await peer.stop()
-
-
-def _free_port() -> int:
-    """Return a port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

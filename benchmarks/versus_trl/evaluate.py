@@ -24,13 +24,22 @@ BATCH = 512
 def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Interval]]:
     """Yield each step with its accuracy: first step 0, which is the untrained model, then each saved step.
 
-    `saved` has the steps in order, each with its weights: a safetensors file of TRL, or a checkpoint folder of Flash.
+    An accuracy is the mean reward over the held-out problems, with its 95 % interval. `saved` has the steps in order,
+    each with its weights: a safetensors file of TRL, or a checkpoint folder of Flash.
     """
+    import torch
+
     model, tokenizer = load_model(config)
-    yield 0, accuracy(config, model, tokenizer)
-    for step, place in saved:
-        load_weights(model, place)
-        yield step, accuracy(config, model, tokenizer)
+    seeds = held_out_seeds(config)
+    asked = prompts(config, seeds)
+    for step, place in ((0, None), *saved):
+        if place is not None:
+            load_weights(model, place)
+        torch.manual_seed(config.run.seed)  # the same random numbers for every set of weights
+        answers: list[str] = []
+        for start in range(0, len(asked), BATCH):
+            answers += generate(config, model, tokenizer, asked[start : start + BATCH])
+        yield step, mean_interval(rewards(config, seeds, answers), binary=True)
 
 
 def load_model(config: Config) -> tuple[Any, Any]:
@@ -43,19 +52,6 @@ def load_model(config: Config) -> tuple[Any, Any]:
     # `generate` would also use the other settings of the model's folder, such as a repetition penalty.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.eval(), tokenizer.inner
-
-
-def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
-    """Return the mean reward of a model of transformers over the held-out problems, with its 95 % interval."""
-    import torch
-
-    seeds = held_out_seeds(config)
-    asked = prompts(config, seeds)
-    torch.manual_seed(config.run.seed)  # the same random numbers for every set of weights
-    answers: list[str] = []
-    for start in range(0, len(asked), BATCH):
-        answers += generate(config, model, tokenizer, asked[start : start + BATCH])
-    return mean_interval(rewards(config, seeds, answers), binary=True)
 
 
 def generate(config: Config, model: Any, tokenizer: Any, asked: list[Prompt]) -> list[str]:

@@ -63,39 +63,22 @@ class RemoteOptions(TextWorldOptions, frozen=True, kw_only=True):
     """Seconds that a step takes in addition."""
 
 
-class Delays:
-    """Delays of the answers of one episode."""
-
-    def __init__(self, latency: Distribution, instances: Counter[int] = _instances) -> None:
-        self._latency, self._instances = sampler(latency), instances
-        self._key = (0, 0)
-        self._turn = 0
-        self._late = False
-
-    def begin(self, seed: int) -> None:
-        """Begin another instance of this problem."""
-        self._key, self._turn, self._late = (seed, self._instances[seed]), 0, not is_held_out(seed)
-        self._instances[seed] += 1
-
-    def next_s(self) -> float:
-        """Return the delay of the next turn's answer, in seconds."""
-        self._turn += 1
-        return self._latency.draw(uniform(*self._key, self._turn - 1)) if self._late else 0.0
-
-
 class RemoteTextWorld(TextWorld):
     """A game that answers late, as if it ran elsewhere."""
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        self._delays = Delays(options.latency)
+        self._latency = sampler(options.latency)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the beginning, at once."""
-        self._delays.begin(seed)
+        """Show the beginning of another instance of this problem, at once."""
+        self._seed, self._instance, self._turn = seed, _instances[seed], 0
+        _instances[seed] += 1
         return await super().reset(seed)
 
     async def step(self, action: str) -> StepResult:
         """Give a command, and wait for its answer."""
-        await anyio.sleep(self._delays.next_s())
+        if not is_held_out(self._seed):
+            await anyio.sleep(self._latency.draw(uniform(self._seed, self._instance, self._turn)))
+        self._turn += 1
         return await super().step(action)

@@ -62,7 +62,6 @@ class Areal(Peer[ArealRules]):
         """Accepted groups that no batch has taken yet, by the group's number."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world, wanted = self._world, self._world.groups_per_batch
         await world.publish()
         async with anyio.create_task_group() as groups:
@@ -126,7 +125,6 @@ class Discard(Peer[DiscardRules]):
         """Number of groups that went into the buffer and were not discarded, in the whole run."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world, rules = self._world, self._rules
         seen: list[tuple[bool, int]] = []  # for each group that the trainer has taken: True if stale, and its tokens
         await world.publish()
@@ -204,7 +202,6 @@ class Laminar(Peer[LaminarRules]):
         """Complete groups that the trainer has not taken yet, in the order of their end."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         world.version = 0
         async with self._send, self._complete, anyio.create_task_group() as tasks:
@@ -297,7 +294,6 @@ class VerlAsync(Peer[VerlRules]):
         """Complete groups that the trainer has not taken yet, in the order of their end."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         await world.publish()
         async with self._send, self._complete, anyio.create_task_group() as groups:
@@ -356,7 +352,6 @@ class QueueDrop(Peer[QueueRules]):
         """Complete groups, in the order in which they were completed."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         await world.publish()
         async with anyio.create_task_group() as samples:

@@ -86,13 +86,16 @@ class RollFlash(Peer[RollRules]):
         """Engine of each next prompt, in turn, where the candidates of a prompt share an engine."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         async with anyio.create_task_group() as prompts:
             for step in range(world.config.run.steps):
                 await world.update()
                 self._advance(step, prompts)
-                batch = await self._batch()
+                batch: list[list[Finished]] = []  # the oldest prompts first, with a wait for each older step
+                for older in sorted(self._cohorts):
+                    batch += await self._cohorts[older].take(
+                        world.groups_per_batch - len(batch), growing=older == self._step
+                    )
                 if self._rules.async_ratio == 0:  # the rest of the step is discarded before training begins
                     self._drop(step + 1)
                 await world.train(batch)
@@ -144,13 +147,6 @@ class RollFlash(Peer[RollRules]):
             self._completed += 1
         cohort.change()
         self._admit()
-
-    async def _batch(self) -> list[list[Finished]]:
-        """Take the batch of this step: the oldest prompts first, with a wait for each older step."""
-        wanted, batch = self._world.groups_per_batch, []
-        for step in sorted(self._cohorts):
-            batch += await self._cohorts[step].take(wanted - len(batch), growing=step == self._step)
-        return batch
 
 
 # -- many turns ------------------------------------------------------------------------------------------------------
@@ -211,25 +207,18 @@ class RollAgentic(Peer[AgenticRules]):
         """Current step; −1 before the first one."""
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         async with anyio.create_task_group() as environments:
             for step in range(world.config.run.steps):
                 await world.update()
                 self._advance(step)
                 if step == 0:
-                    self._start(environments)
+                    members = world.config.rollout.group_size + self._rules.extra_per_group
+                    for number in range(self._slots * members):  # each environment keeps to one engine
+                        environments.start_soon(self._environment, number // members, number % len(world.engines))
                 await world.train(await self._batch())
             environments.cancel_scope.cancel()
         return world.report()
-
-    def _start(self, environments: TaskGroup) -> None:
-        """Start all environments, and assign each to one engine."""
-        members = self._world.config.rollout.group_size + self._rules.extra_per_group
-        for slot in range(self._slots):
-            for member in range(members):
-                assigned = (slot * members + member) % len(self._world.engines)
-                environments.start_soon(self._environment, slot, assigned)
 
     def _advance(self, step: int) -> None:
         """Begin a step: drop the episodes that are too old for it, complete or not."""
@@ -318,7 +307,6 @@ class Synchronous(Peer[BaselineRules]):
         self._assignments = itertools.cycle(range(len(self._world.engines)))
 
     async def run(self) -> PeerReport:
-        """Simulate every step of the run, and report it."""
         world = self._world
         await world.publish()
         for _ in range(world.config.run.steps):

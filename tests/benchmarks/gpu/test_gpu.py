@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.episodes import GROUP_SIZE, random_shard
 from benchmarks.gpu.__main__ import PARTS, check
-from benchmarks.gpu.steps import MIXTURE, TINY, Sizes, Skipped, random_model, weight_bytes
+from benchmarks.gpu.steps import MIXTURE, TINY, Sizes, Skipped, random_model
 from flash.config.machine import count_gpus
 
 
@@ -73,7 +73,7 @@ def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
 
 @pytest.mark.integration
 def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
-    from transformers import AutoConfig, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoTokenizer
 
     from flash.config.tree import TinyModelConfig
     from flash.trainer.model.tiny_model import make_tiny_model
@@ -83,8 +83,6 @@ def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
     folder = random_model(tmp_path / "random", TINY, tmp_path / "tiny", endless=True)
     assert AutoConfig.from_pretrained(folder).eos_token_id is None
     assert AutoTokenizer.from_pretrained(folder).eos_token_id is None
-    weights = sum(weight.numel() for weight in Qwen3ForCausalLM(Qwen3Config(**TINY)).parameters())
-    assert weight_bytes(folder, 2) == 2 * weights
 
 
 @pytest.mark.integration
