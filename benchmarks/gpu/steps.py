@@ -120,13 +120,8 @@ class Skipped(Exception):
 def random_model(folder: Path, shape: Shape, tokenizer_of: Path, *, endless: bool) -> Path:
     """Fill a folder with random weights of this shape, with or without experts, and another model's tokenizer.
 
-    Nothing is made again if the folder has weights.
-
-    Args:
-        folder: folder of the new model, which is returned.
-        shape: shape of the new model.
-        tokenizer_of: folder of the other model.
-        endless: True to leave out the end-of-text token, so that all answers have the length of the limit.
+    Nothing is made again if the folder has weights. `tokenizer_of` is the folder of the other model. `endless` is True
+    to leave out the end-of-text token, so that all answers have the length of the limit. Returns the folder.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM

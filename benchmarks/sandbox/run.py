@@ -247,15 +247,10 @@ def median(
     goal_ms: float | None = None,
     bound: float | None = None,
 ) -> Row:
-    """Return a row with the median in milliseconds.
+    """Return a row with the medians of `seconds`, which are Flash's, and of `reference`, in milliseconds.
 
-    Args:
-        case: name of the row.
-        what: beginning of the metric's name: the thing that was timed.
-        seconds: times of Flash.
-        reference: times of swe-rex.
-        goal_ms: goal of the median; None: no goal.
-        bound: least possible median, in milliseconds; None if it is not known.
+    `what` is the thing that was timed, with which the name of the metric begins. `goal_ms` and `bound` are the goal and
+    the least possible value of Flash's median, in milliseconds; None: there is none.
     """
     ours_ms, other_ms = statistics.median(seconds) * 1e3, statistics.median(reference) * 1e3
     return Row(case, f"{what}_ms_median", "ms", ours_ms, other_ms, at_most=goal_ms, bound=bound)

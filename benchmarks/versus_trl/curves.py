@@ -124,7 +124,20 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
             Row(pair, "step_speedup", "x", theirs.step_s / ours.step_s),
         ]
     for curve in (ours, *others):
-        out += _facts(f"{label}, {curve.system}", curve, case.accuracy)
+        end = curve.points[-1]
+        figures = (
+            (f"to_{case.accuracy:.0%}_s", "s", seconds_to(curve.points, case.accuracy)),
+            ("run_s", "s", end.seconds),
+            ("step_s", "s", curve.step_s),
+            ("samples", "samples", float(curve.samples)),
+            ("mean_tokens", "tokens", curve.mean_tokens),
+            ("first_accuracy", "share", curve.points[0].accuracy),
+            ("final_accuracy", "share", end.accuracy),
+            ("final_accuracy_low", "share", end.low),
+            ("final_accuracy_high", "share", end.high),
+        )
+        facts = f"{label}, {curve.system}"
+        out += [Row(facts, metric, unit, value) for metric, unit, value in figures if not math.isnan(value)]
     return out
 
 
@@ -152,23 +165,6 @@ def over_seeds(name: str, rows: Sequence[Row]) -> list[Row]:
             Row(label, "speedup_high", "x", math.exp(interval.high)),
         ]
     return out
-
-
-def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
-    """Return the rows about a single run. `accuracy` is the accuracy to which the run is timed."""
-    end = curve.points[-1]
-    figures = (
-        (f"to_{accuracy:.0%}_s", "s", seconds_to(curve.points, accuracy)),
-        ("run_s", "s", end.seconds),
-        ("step_s", "s", curve.step_s),
-        ("samples", "samples", float(curve.samples)),
-        ("mean_tokens", "tokens", curve.mean_tokens),
-        ("first_accuracy", "share", curve.points[0].accuracy),
-        ("final_accuracy", "share", end.accuracy),
-        ("final_accuracy_low", "share", end.low),
-        ("final_accuracy_high", "share", end.high),
-    )
-    return [Row(label, metric, unit, value) for metric, unit, value in figures if not math.isnan(value)]
 
 
 def read(file: Path) -> list[Curve]:
