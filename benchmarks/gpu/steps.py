@@ -129,7 +129,7 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path, *, endless: boo
     if not (folder / "model.safetensors").is_file():
         torch.manual_seed(0)
         experts = "num_experts" in shape
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)) if experts else Qwen3ForCausalLM(Qwen3Config(**shape))
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)) if experts else Qwen3ForCausalLM(Qwen3Config(**shape))
         with atomic_folder(folder) as new:  # so that a folder with weights is complete
             model.to(torch.bfloat16).save_pretrained(new)
             AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(new)

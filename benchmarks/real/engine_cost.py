@@ -67,8 +67,10 @@ class FixedEngine(WrappedEngine[Any]):
     Each round has a new node, and the node's supervisor starts and closes its engine.
     """
 
-    version = VERSION
-    """Version of the weights, as a node reads it."""
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return VERSION
 
     async def start(self) -> None:
         """Return at once, since the real engine runs already."""
