@@ -85,15 +85,17 @@ TECHNIQUES = {
 """Modes of `real_agentic` and `real_rlvr`. The second one has all techniques, which are on by default."""
 
 
-def one_round(workload: str, modes: Modes, number: int, steps: int, train: Train = train) -> Round:
+def one_round(
+    workload: str, modes: Modes, number: int, steps: int, more: Sequence[str] = (), train: Train = train
+) -> Round:
     """Run every mode once, for `steps` steps. The round's number, counted from 0, is the seed of its runs.
 
-    Each round begins with another mode, so that none is always the first. `workload` is the name of the configuration.
-    Tests replace `train`.
+    Each round begins with another mode, so that none is always the first. `workload` is the name of the configuration,
+    and `more` are further overrides of all runs. Tests replace `train`.
     """
     first = number % len(modes)
     order = [*modes, *modes][first : first + len(modes)]  # rotated
-    size = [f"run.steps={steps}", f"run.seed={number}"]
+    size = [*more, f"run.steps={steps}", f"run.seed={number}"]
     file = WORKLOADS / f"{workload}.toml"
     return {
         mode: train(file, f"bench-{workload}-{list(modes).index(mode)}", [*PINNED, *size, *modes[mode]])
@@ -212,25 +214,62 @@ STREAMED: Modes = {
     "α = 1, streamed": ["train.async_ratio=1", "train.stream=true"],
 }
 """Modes of `async_vs_sync`."""
+FIRST_PADDING, MOST_PADDING, MOST_TRIES = 64, 200, 4
+"""Padding of the prompts that is tried first, and the largest one that fits, in tokens; largest number of tries."""
+BALANCE = 0.1
+"""Largest relative difference of generation and training that counts as balanced."""
 
 
 def async_vs_sync(args: Args) -> list[Row]:
     """Compare asynchronous and streamed with synchronous training, where both halves of a step are equally heavy.
 
-    The prompts of the workload have a length with which a synchronous step trains about as long as it generates, on two
-    cores of an AMD EPYC. The tiny model has learned little more than the form of an answer, since only speed is
-    compared. The bound of a speed-up is (generation + training) / max(generation, training), from the synchronous run:
-    no schedule of the same work on these two cores is faster. It is 2 at equal halves.
+    First the prompts are lengthened until a synchronous step trains about as long as it generates. The tiny model has
+    learned little more than the form of an answer, since only speed is compared. The bound of a speed-up is (generation
+    + training) / max(generation, training), from the synchronous run: no schedule of the same work on these two cores
+    is faster. It is 2 at equal halves.
     """
-    runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30)
-    # Seconds that a synchronous step waits for samples and that it trains; the first steps do not count.
-    generation, training = (runs["α = 0"].mean(name, slice(2, None)) for name in ("trainer_wait_s", "trainer_step_s"))
+    prompts, tried = balanced(args)
+    runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30, prompts)
+    generation, training = halves(runs["α = 0"])
     bound = (generation + training) / max(generation, training)
     rows = rows_of(STREAMED, [runs], goals={"α = 0, streamed": 1.5, "α = 1": 1.6})
-    return [
-        *(msgspec.structs.replace(row, bound=bound) if row.metric == "speedup" else row for row in rows),
-        Row("α = 0", "training_over_generation", "ratio", training / generation),
+    paddings = [
+        Row(f"{padding} tokens of padding", "training_over_generation", "ratio", ratio)
+        for padding, ratio in tried.items()
     ]
+    replace = msgspec.structs.replace
+    return [*(replace(row, bound=bound) if row.metric == "speedup" else row for row in rows), *paddings]
+
+
+def balanced(args: Args, train: Train = train) -> tuple[list[str], dict[int, float]]:
+    """Return the overrides of the prompts with which the two halves of a synchronous step are most equal.
+
+    Also returns training ÷ generation by the numbers of tokens that were tried. `PaddedArithmetic` says why longer
+    prompts make training heavier. A short form of the benchmark tries one number. Each number has a model of its own,
+    which is made once. Tests replace `train`.
+    """
+
+    def overrides(padding: int) -> list[str]:
+        """Return the overrides of prompts with so much padding."""
+        return [f"env.options.padding={padding}", f"model.path=outputs/models/bench-padded-{padding}"]
+
+    tried: dict[int, float] = {}
+    padding = FIRST_PADDING
+    while padding not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
+        probe = [*PINNED, *ALPHA_0, *overrides(padding), "run.steps=8"]
+        generation, training = halves(train(WORKLOADS / "async_vs_sync.toml", "bench-async-probe", probe))
+        tried[padding] = training / generation
+        if abs(tried[padding] - 1) <= BALANCE:
+            break
+        # Both halves grow with the prompts, so the ratio grows less than the tokens of a sample do.
+        padding = min(MOST_PADDING, max(0, round((padding + 10) / tried[padding] ** 2) - 10))
+    return overrides(min(tried, key=lambda padding: abs(tried[padding] - 1))), tried
+
+
+def halves(run: Measured) -> tuple[float, float]:
+    """Return the seconds that a synchronous step waits for samples and that it trains; the first steps do not count."""
+    settled = slice(2, None)
+    return run.mean("trainer_wait_s", settled), run.mean("trainer_step_s", settled)
 
 
 # -- the simulator ---------------------------------------------------------------------------------------------------

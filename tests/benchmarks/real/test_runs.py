@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.form import WORKLOADS
+from benchmarks.form import WORKLOADS, Args
+from benchmarks.real import runs
 from benchmarks.real.runs import (
     ASYNC,
     GAMES,
@@ -16,6 +17,7 @@ from benchmarks.real.runs import (
     TECHNIQUES,
     Measured,
     Round,
+    balanced,
     one_round,
     rows_of,
 )
@@ -53,10 +55,10 @@ def test_the_modes_of_the_games_differ_in_nothing_but_what_is_compared() -> None
     assert check(modes[REDUNDANT]) == []
 
 
-def measured(seconds: float, won: float, half: float = 0.1) -> Measured:
+def measured(seconds: float, won: float, half: float = 0.1, wait_s: float = 1.0) -> Measured:
     summary = {"samples": 64, "trainer_wait_share": 0.25, "engine_idle_share": 0.5, "max_age": 1.0}
     evals = [{"mean_reward": reward, "low": reward - half, "high": reward + half} for reward in (0.25, won)]
-    metrics = [{"trainer_wait_s": 1.0, "trainer_step_s": 2.0 + step % 2 * 2, "age_mean": 0.5} for step in range(4)]
+    metrics = [{"trainer_wait_s": wait_s, "trainer_step_s": 2.0 + step % 2 * 2, "age_mean": 0.5} for step in range(4)]
     return Measured(seconds, summary, evals, metrics)
 
 
@@ -100,6 +102,22 @@ def test_each_round_begins_with_another_mode() -> None:
         trained.append(overrides)
         return measured(1.0, 0.5)
 
-    assert set(one_round("real_textworld", GAMES, 1, 5, train=train)) == set(GAMES)
-    assert trained[0] == [*PINNED, "run.steps=5", "run.seed=1", *GAMES[OWN]]
-    assert trained[-1] == [*PINNED, "run.steps=5", "run.seed=1", *GAMES[LOCK_STEP]]
+    assert set(one_round("real_textworld", GAMES, 1, 5, ["a=1"], train=train)) == set(GAMES)
+    assert trained[0] == [*PINNED, "a=1", "run.steps=5", "run.seed=1", *GAMES[OWN]]
+    assert trained[-1] == [*PINNED, "a=1", "run.steps=5", "run.seed=1", *GAMES[LOCK_STEP]]
+
+
+def test_prompts_are_lengthened_until_both_halves_are_equally_heavy() -> None:
+    tried: list[str] = []
+
+    def train(_: Path, name: str, overrides: list[str]) -> Measured:
+        padding = int(next(one for one in overrides if "padding=" in one).rpartition("=")[2])
+        tried.append(name)
+        # A step trains for 3 s in the mean. Both halves grow with the prompts, so their ratio grows less.
+        return measured(1.0, 0.5, wait_s=3.0 / ((padding + 10) / 100) ** 0.5)
+
+    overrides, found = balanced(Args(quick=False), train)
+    assert len(found) == len(tried) > 1
+    best = min(found, key=lambda padding: abs(found[padding] - 1))
+    assert overrides[0] == f"env.options.padding={best}"
+    assert abs(found[best] - 1) <= runs.BALANCE
