@@ -16,7 +16,7 @@
     │       ├── SandboxStartError    it could not be made or started
     │       ├── SandboxLostError     it is gone with its contents, or its connection broke
     │       ├── SandboxClosedError   it was closed, by its owner or because a time limit has passed
-    │       ├── SandboxTimeoutError  it did not answer in time (also a TimeoutError)
+    │       ├── SandboxTimeoutError  it did not answer in time
     │       ├── SandboxBusyError     there is no room for it now, or its name is taken
     │       ├── SandboxLimitError    a limit on size or number forbids the request
     │       ├── SandboxFileError     a path is not what the call needs
@@ -33,12 +33,13 @@
         │   └── RanksGoneError   the trainer ranks of a node are gone and will not be restarted
         ├── CollectiveError  a trainer rank lost another rank during a collective
         ├── ProtocolError    a peer sent what the protocol does not allow, and was disconnected
-        └── DeadlineError    a wait took longer than its deadline (also a TimeoutError)
+        └── DeadlineError    a wait took longer than its deadline
 
 A message says what was wrong, what was expected and what to do. It can always be sent and printed, even if it quotes
 text that UTF-8 cannot encode. `FlashError.fatal` tells the launcher whether a restart of the processes can help: a
 wrong configuration stays wrong, a lost peer may come back. If a process reports an error to another process, `error_of`
-rebuilds the error there.
+rebuilds the error there. No error is also an OSError, as a TimeoutError would be: code that expects the failure of a
+file would take it for one.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class SandboxClosedError(SandboxError):
     """A sandbox was closed: by its owner, or because its lifetime or idle time has passed."""
 
 
-class SandboxTimeoutError(SandboxError, TimeoutError):
+class SandboxTimeoutError(SandboxError):
     """A sandbox, or a job in it, did not answer or end in time."""
 
     fatal = False
@@ -210,7 +211,7 @@ class ProtocolError(TransportError):
     """A peer sent a message that the protocol does not allow. Its connection is closed."""
 
 
-class DeadlineError(TransportError, TimeoutError):
+class DeadlineError(TransportError):
     """A wait took longer than its deadline.
 
     Args:

@@ -24,6 +24,10 @@ def test_an_error_with_arguments_of_its_own_keeps_its_message() -> None:
     assert str(error_of("DeadlineError", told)) == told
 
 
+def test_no_error_is_taken_for_the_failure_of_a_file() -> None:
+    assert not [kind for kind in CLASSES if issubclass(kind, OSError)]
+
+
 @pytest.mark.parametrize("kind", [errors.EnvError, errors.ConfigError, errors.SandboxTimeoutError])
 def test_a_message_can_be_sent_whatever_it_quotes(kind: type[FlashError]) -> None:
     told = str(kind("no such file: caf\udce9.txt"))

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.models import PACKAGED, PackagedModel, gguf_folder, megabytes
-from flash.errors import ConfigError, DeadlineError, FlashError
+from flash.errors import ConfigError, DeadlineError
 from flash.run.processes.locks import Busy, in_turn
 from flash.text import one_line
 from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync_to_disk
@@ -321,9 +321,6 @@ def model_lock(path: Path, model_phrase: str, wait_s: float) -> Generator[None]:
             yield
     except Busy as busy:  # the message describes the process that holds the lock
         raise DeadlineError(f"{busy} to make {model_phrase}", wait_s, "the output of that process") from None
-    except FlashError:
-        # A DeadlineError of the block, such as a slow pip, is an OSError, too, but it is no fault of the folder.
-        raise
     except OSError as error:
         remedy = "free some room there" if error.errno in DISK_FULL else "check that you may write there"
         raise ConfigError(f"cannot make {model_phrase}: {error}; {remedy}") from error

@@ -97,14 +97,14 @@ async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: f
                 await anyio.aclose_forcefully(stream)
                 raise
             return stream
-    except DeadlineError:  # as a TimeoutError it is also an OSError
-        raise
     except OSError as error:
         cause = error.__cause__ or error  # anyio raises the error of the socket as the cause of its own
         hint = "is it running, and may this machine reach it?"
         if isinstance(cause, ConnectionRefusedError):
             hint = "nothing listens there: that process has ended, or is starting again; its own output says which"
         raise PeerLostError(f"cannot connect to {where}: {cause}; {hint}") from error
+    except DeadlineError:
+        raise  # The message names the server already.
     except TransportError as error:
         raise type(error)(f"no connection to {where}: {error}") from error
 

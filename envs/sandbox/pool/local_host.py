@@ -344,10 +344,7 @@ class LocalHost:
             try:
                 with anyio.fail_after(self._settings.start_s):
                     sandbox = await self._maker.make(ticket.spec, ticket.sandbox_id, labels.as_dict())
-            except TimeoutError as error:
-                # A SandboxTimeoutError is also a TimeoutError, and has a better message.
-                if isinstance(error, SandboxError):
-                    raise
+            except TimeoutError:
                 raise SandboxStartError(
                     f"waited {self._settings.start_s:g} s for a sandbox of {ticket.spec.image} on {self._name}; look "
                     "at the engine's log there"

@@ -12,7 +12,7 @@ import pytest
 from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
 from envs.sandbox.text import from_wire, to_wire
-from flash.errors import SandboxRefusedError
+from flash.errors import SandboxRefusedError, SandboxTimeoutError
 from tests.envs.sandbox.raw import bare, bearer
 from tests.envs.sandbox.services import SPEC, running
 
@@ -67,6 +67,26 @@ async def test_a_kind_of_sandbox_must_have_an_identity_and_an_end_and_refuses_wh
     with pytest.raises(SandboxRefusedError, match="`stream`"):
         async for _ in dull.stream("true", timeout=1.0):
             pass
+
+
+class Slow(Dull):
+    """A sandbox that answers no transfer in time."""
+
+    async def put_archive(self, path, pieces, size=None):
+        raise SandboxTimeoutError("waited for it")
+
+    async def get_archive(self, path, limits):
+        raise SandboxTimeoutError("waited for it")
+        yield b""
+
+
+@pytest.mark.anyio
+async def test_a_transfer_that_takes_too_long_is_not_taken_for_a_full_disk(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SandboxTimeoutError, match="waited for it"):
+        await Slow().upload(tmp_path / "file", "f")
+    with pytest.raises(SandboxTimeoutError, match="waited for it"):
+        await Slow().download("f", tmp_path / "new")
 
 
 def test_a_command_keeps_bytes_that_are_no_text_on_its_way():
