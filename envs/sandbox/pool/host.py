@@ -76,7 +76,10 @@ class Host(Protocol):
         ...
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """Take a ready sandbox of this kind, which belongs to the caller from then on; None if there is none."""
+        """Take a ready sandbox of this kind, which belongs to the caller from then on; None if there is none.
+
+        It lives at least as long as a new one would.
+        """
         ...
 
     async def start(self, ticket: Ticket) -> Sandbox:
@@ -196,7 +199,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def warm_key(spec: Spec) -> str:
     """Return a key that is equal for specs that can share a ready sandbox."""
-    # The lifetimes are left out: the lease that takes the sandbox enforces them.
+    # The lifetimes are left out: the lease that takes the sandbox enforces them, and `LocalHost.take` gives it no
+    # sandbox that ends earlier.
     return msgspec.json.encode(msgspec.structs.replace(spec, deadline_s=1.0, idle_s=None), order="sorted").decode()
 
 

@@ -113,8 +113,8 @@ class _Ready(msgspec.Struct):
     """The sandbox, which `take` hands to the request."""
     key: str
     """Kind of the sandbox, as a `warm_key`."""
-    expires: float
-    """Time on the event loop's clock at which it is replaced."""
+    ends: float
+    """Time on the event loop's clock at which its own deadline closes it, at the earliest."""
 
 
 class LocalHost:
@@ -147,8 +147,10 @@ class LocalHost:
         self._identity = identity
         self._settings = settings or HostSettings()
         fixed = {warm_key(spec): number for spec, number in warm}
-        self._specs = {warm_key(spec): spec for spec, _ in warm}
-        """Spec of each kind that is kept ready or was requested lately."""
+        self._specs: dict[str, Spec] = {}
+        """Spec with the longest deadline of each kind that is kept ready or was requested lately."""
+        for spec, _ in warm:
+            self._keep_longest(spec)
         self._policy = WarmPolicy(fixed=fixed, learned_max=self._settings.warm_max, window=self._settings.idle_warm_s)
         """Policy that decides how many sandboxes are kept ready."""
         self._warm_failures = Quarantine(threshold=1, cooldown=5.0)
@@ -198,17 +200,18 @@ class LocalHost:
         )
 
     def take(self, spec: Spec) -> Sandbox | None:
-        """Take a ready sandbox of this kind; None if there is none.
+        """Take a ready sandbox of this kind that lives as long as the spec allows; None if there is none.
 
         Each request is recorded, also one that finds none: the number of ready sandboxes follows the requests.
         """
         # Sandboxes that begin with a snapshot are not kept ready: the snapshot of a fork is not requested again.
         if from_snapshot(spec):
             return None
-        key = warm_key(spec)
-        found = next((each for each in self._ready if each.key == key and each.sandbox.state == "ready"), None)
-        self._specs.setdefault(key, spec)
-        self._policy.record_request(key, hit=found is not None, now=anyio.current_time())
+        key, now = warm_key(spec), anyio.current_time()
+        fit = (each for each in self._ready if each.key == key and now + spec.deadline_s <= each.ends)
+        found = next((each for each in fit if each.sandbox.state == "ready"), None)
+        self._keep_longest(spec)
+        self._policy.record_request(key, hit=found is not None, now=now)
         if found is not None:
             self._ready.remove(found)
         self._wake.set()
@@ -393,11 +396,17 @@ class LocalHost:
 
     # ---- warm pool
 
+    def _keep_longest(self, spec: Spec) -> None:
+        """Record a spec in `_specs`, unless one of its kind has a deadline as long."""
+        known = self._specs.setdefault(warm_key(spec), spec)
+        if spec.deadline_s > known.deadline_s:
+            self._specs[warm_key(spec)] = spec
+
     async def _keep_warm(self) -> None:
         """Keep as many sandboxes ready as the policy wants, until cancelled.
 
         The numbers are computed again after each request and each end of a sandbox, and when time passes: a target
-        falls, or a ready sandbox grows too old.
+        falls, or a ready sandbox grows too old: it would end before a lease of the longest deadline of its kind.
         """
         assert self._tasks is not None
         while True:
@@ -415,15 +424,19 @@ class LocalHost:
                 await self._wake.wait()
 
     def _surplus(self, targets: Mapping[str, int], now: float) -> list[_Ready]:
-        """Return the ready sandboxes that are too old, or too many of their kind. The newest of each kind are kept."""
+        """Return the ready sandboxes that are too old, or too many of their kind. Those that live longest are kept."""
         left = dict(targets)
         surplus: list[_Ready] = []
-        for ready in sorted(self._ready, key=lambda each: -each.expires):
-            if ready.expires <= now or left.get(ready.key, 0) == 0:
+        for ready in sorted(self._ready, key=lambda each: -each.ends):
+            if left.get(ready.key, 0) == 0 or self._useful_until(ready) <= now:
                 surplus.append(ready)
             else:
                 left[ready.key] -= 1
         return surplus
+
+    def _useful_until(self, ready: _Ready) -> float:
+        """Return the latest time at which a lease of the longest deadline of its kind can take a ready sandbox."""
+        return ready.ends - self._specs[ready.key].deadline_s
 
     def _warm_up(self, key: str, target: int, now: float) -> None:
         """Start the missing ready sandboxes of one kind, as many as fit. Does nothing while the kind's starts fail."""
@@ -445,17 +458,17 @@ class LocalHost:
         A failure stops the warm pool of this kind for some seconds, and is only logged: no holder waits for this
         sandbox.
         """
-        # The lease that takes the sandbox enforces the lifetimes of its spec. So this one lives as long as it may wait
-        # in addition, and has no idle time.
-        age = self._settings.warm_age_s
-        lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
+        # The lease that takes the sandbox enforces the lifetimes of its own spec. So this sandbox has no idle time, and
+        # lives longer than any lease of its kind by the time that it may wait.
+        lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + self._settings.warm_age_s, idle_s=None)
+        ends = anyio.current_time() + lasting.deadline_s
         kept = False
         try:
             ticket = Ticket(sandbox_id, "", "", lasting)
             sandbox = await self._make(ticket, self._wall() + lasting.deadline_s)
             self._warm_failures.succeeded(key)
             if sandbox.state == "ready":
-                self._ready.append(_Ready(sandbox, key, anyio.current_time() + age))
+                self._ready.append(_Ready(sandbox, key, ends))
                 kept = True
         except SandboxError as error:
             self._warm_failures.failed(key, str(error), anyio.current_time())
@@ -469,7 +482,7 @@ class LocalHost:
 
     def _next_wake(self, now: float) -> float | None:
         """Return the seconds until the targets, ages or quarantines change next; None: never by time alone."""
-        times = [ready.expires - now for ready in self._ready]
+        times = [self._useful_until(ready) - now for ready in self._ready]
         times += [self._warm_failures.remaining(key, now) for key in self._warm_failures.listed(now)]
         if (change := self._policy.next_change(now)) is not None:
             times.append(change)

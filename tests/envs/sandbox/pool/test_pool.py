@@ -200,6 +200,19 @@ async def test_an_old_ready_sandbox_is_replaced():
         assert first != second
 
 
+async def test_a_ready_sandbox_lives_as_long_as_the_lease_that_takes_it():
+    maker = engine()
+    settings = HostSettings(cpu_factor=1.0, memory_factor=1.0, warm_max=2, warm_age_s=50)
+    short, long = (msgspec.structs.replace(SPEC, deadline_s=seconds) for seconds in (4.0, 600.0))
+    async with pool_of(maker, host_options={"settings": settings}) as pool:
+        for spec, waits in ((short, True), (long, True), (long, False), (short, False), (long, False)):
+            begun = anyio.current_time()
+            async with pool.acquire(spec) as sandbox:
+                assert (anyio.current_time() > begun) == waits
+                assert sandbox_of(pool, sandbox.sandbox_id).spec.deadline_s >= spec.deadline_s
+            await anyio.sleep(10)
+
+
 # ---- losses
 
 
