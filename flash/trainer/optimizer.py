@@ -251,8 +251,9 @@ class LagLimiter:
         """
         square, fresh, *counts = self._mesh.gather_rows(self._row).sum(0).tolist()
         self._row.zero_()
-        if not self._applied:
-            # Before the first update of a step, tokens of age 0 come from exactly the present weights.
+        # Before the first update of a step, tokens of age 0 come from exactly the present weights. A sum that is not
+        # finite is left out, because `disagreement_sums` would never become finite again.
+        if not self._applied and math.isfinite(fresh):
             total, number = self.disagreement_sums
             self.disagreement_sums = (fresh + FORGETTING * total, counts[0] + FORGETTING * number)
         drift = square - self.disagreement * sum(counts)

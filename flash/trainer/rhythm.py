@@ -369,12 +369,13 @@ class RhythmPass:
 
         A collective unless the heads are settled. Call this after this rank has collected all of its micro-batches.
         With `heads = "first"`, a batch without any trained response does not settle the heads, because it has no spans.
+        A batch with a span that is not finite does not settle them either: its choice would last for the whole run.
         """
         if self.settled:
             return
         mean_N, rows = self._spans(mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy())
         self._step_kinds = HeadKinds(*head_kinds(mean_N))
-        if self.kinds_2N is not None and rows > 0:
+        if self.kinds_2N is not None and rows > 0 and np.isfinite(mean_N).all():
             for row, heads in zip(self.kinds_2N, self._step_kinds, strict=True):
                 row[torch.from_numpy(heads)] = 1
 

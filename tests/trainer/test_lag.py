@@ -21,6 +21,7 @@ from tests.trainer.trainer_cases import (
     Trainer,
     aged_shard,
     kept,
+    local,
     make_config,
     reference_model,
     relative_error,
@@ -221,6 +222,23 @@ def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_
             samples.append(replace(sample, trajectory=one))
         scales.append(trainer.train_step(replace(shard, samples=samples))["lag_scale"])
     assert np.mean(scales) > 0.9
+
+
+def test_log_probs_that_are_not_finite_do_not_switch_the_limit_off_for_later_steps(untied_model: Path) -> None:
+    trainer = lagging(untied_model, on_nonfinite="skip")
+    assert trainer.lag is not None
+    trainer.train_step(drifted(untied_model))
+    before = trainer.lag.disagreement_sums
+    weight = local(next(iter(trainer.model.parameters())))
+    with torch.no_grad():
+        whole = weight.clone()
+        weight.fill_(math.nan)
+        assert trainer.train_step(drifted(untied_model, step=STEP + 1))["skipped_steps"] == 1.0
+        weight.copy_(whole)
+    assert trainer.lag.disagreement_sums == before
+    metrics = trainer.train_step(drifted(untied_model, step=STEP + 2))
+    assert metrics["lag_scale"] < 1
+    assert math.isfinite(metrics["lag_disagreement"])
 
 
 def test_a_single_token_far_off_does_not_hold_a_batch_down(untied_model: Path) -> None:

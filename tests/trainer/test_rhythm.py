@@ -348,6 +348,16 @@ def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
     )
 
 
+def test_attention_that_is_not_finite_does_not_settle_the_heads_of_a_run() -> None:
+    micro = micro_batch(aged_shard())
+    rhythm, _ = seen(prepared(tiny("llama")), micro, replace(OPTIONS, heads="first"))
+    mean = rhythm.tally[0]
+    for span, settled in ((np.nan, False), (mean, True)):
+        rhythm.tally[0] = span
+        rhythm.choose_heads(trainer_mesh("cpu"))
+        assert rhythm.settled == settled
+
+
 def test_heads_of_the_first_batch_stay_and_are_resumed(untied_model: Path, tmp_path: Path) -> None:
     trainer = trainer_with(untied_model, {**TABLE, "heads": "first"})
     assert trainer.rhythm is not None
