@@ -59,7 +59,8 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
     """Kill the processes that ended commands left behind; they could tamper with the next command.
 
     A process was left behind if it has lost its parent, and belongs neither to a running command or job nor to a
-    running command of a session other than `shell`. Raises CallRefusal if they cannot be ended.
+    running command of a session other than `shell`. Jobs (`&`) of a session are spared, also if their shell has ended.
+    Raises CallRefusal if the processes cannot be ended.
 
     Args:
         agent: the `BoxAgent`, which knows the running commands.
@@ -87,12 +88,15 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
     """
     running = {command.number for command in agent.active}
     running.update(other.number for other in agent.shells.values() if other is not shell and other.current)
-    found = {pid for pid in system.adopted() if pid not in agent.children and system.number_of(pid) not in running}
+    spared = {pid for other in agent.shells.values() for pid in other.living_jobs()}.union(agent.children)
+    found = {pid for pid in system.adopted() if pid not in spared and system.number_of(pid) not in running}
     return found.union(stat.pid for stat in descendants(found, system))
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
     """Return the `Stat` of each living descendant of these processes, without the roots themselves."""
+    if not roots:
+        return []  # Most commands leave nothing behind.
     inside, every, grown = set(roots), system.processes(), True
     while grown:
         grown = False

@@ -39,8 +39,6 @@ NEEDED_VERSION = 2
 WORST = b"1000"
 """OOM score adjustment above every score from memory use."""
 
-BOOT_CLOCK = 7
-"""CLOCK_BOOTTIME, for which Python 3.6 has no name."""
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
 """Flags of `memfd_create`: close the file at exec; allow it to be run."""
 LAST_FD = 1 << 16
@@ -553,11 +551,6 @@ def now() -> float:
     return time.monotonic()
 
 
-def uptime() -> float:
-    """Return seconds since the machine started. Start times of processes (`Stat.start`) are of the same clock."""
-    return time.clock_gettime(BOOT_CLOCK)
-
-
 class Stat:
     """Fields of /proc/PID/stat, read once. Raises OSError, ValueError or IndexError if the process is gone."""
 
@@ -611,7 +604,7 @@ def adopted() -> "list[int]":
         return [stat.pid for stat in processes() if stat.parent == own]
 
 
-def tree(leader: int, number: int, since: int = 0) -> "list[int]":
+def tree(leader: int, number: int) -> "list[int]":
     """Return the process ids of a command: its session and group, their descendants, and all with its number.
 
     No single criterion is enough: a program can leave its session and lose its parent. Workers of the agent carry no
@@ -620,7 +613,6 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
     Args:
         leader: process that the command started with.
         number: number of the command.
-        since: processes that started before this uptime, in ticks, are left out.
     """
     inside = {leader}
     every = processes()
@@ -634,7 +626,7 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
                 inside.add(stat.pid)
                 grown = True
     inside.update(stat.pid for stat in every if stat.pid not in inside and number_of(stat.pid) == number)
-    return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
+    return [stat.pid for stat in every if stat.pid in inside]
 
 
 def still_used(ids: "list[int]") -> "list[int]":

@@ -14,7 +14,8 @@ there, and answer in its place. So the shell is a copy of bash without read perm
 behind are killed before the next one; the shell's own jobs (`&`) go on.
 
 After each command the shell writes its state. If a command ends the shell (`exit`, `set -e`, a timeout), the next
-command runs in a new shell with the state from before.
+command runs in a new shell with the state from before. Jobs of the commands before it go on; those that the command
+itself has started end.
 """
 
 import _signal
@@ -22,19 +23,28 @@ import binascii
 import fcntl
 import os
 
-from envs.sandbox.agent.command import CHECK, GRACE, NO_SPACE, end_leftovers, ending, kill_all, send_result
+from envs.sandbox.agent.command import (
+    CHECK,
+    GRACE,
+    NO_SPACE,
+    descendants,
+    end_leftovers,
+    ending,
+    kill_all,
+    send_result,
+)
 from envs.sandbox.agent.process import (
     CLOCK_TICK,
     Pipe,
     Ring,
     Stat,
     now,
+    processes,
     send_signal,
     spawn,
     still_used,
     tree,
     unreadable_copy,
-    uptime,
 )
 from envs.sandbox.agent.wire import FAILURE, CallRefusal
 
@@ -171,17 +181,15 @@ class StatefulBash:
             # The answer is the command `:`, which prints nothing.
             self.send_command(RESTORE.encode() % (quoted_cwd, quote(self.state)), b":")
 
-    def measure(self) -> "tuple[int, int]":
-        """Return the CPU ticks of the shell and its reaped children (0 if no shell runs), and the uptime in ticks.
+    def ticks(self) -> int:
+        """Return the CPU ticks of the shell and its reaped children; 0 if no shell runs.
 
-        The difference between the begin and the end of a command is the command's CPU time. The uptime tells processes
-        of this command from older ones.
+        The difference between the begin and the end of a command is the command's CPU time.
         """
         try:
-            ticks = Stat(self.pid).ticks
+            return Stat(self.pid).ticks
         except (OSError, ValueError, IndexError):
-            ticks = 0
-        return ticks, int(uptime() * CLOCK_TICK)
+            return 0
 
     def send_command(self, command: bytes, answer: bytes) -> None:
         """Send one command to the shell, and then the shell code `answer`, which prints the answer to the command."""
@@ -300,8 +308,6 @@ class Running:
         """CPU ticks of the shell and its reaped children when the command began."""
         self.oom_before = 0
         """Number of processes that the kernel had killed for lack of memory when the command began."""
-        self.born = 0
-        """Uptime in ticks when the command began. Processes that started earlier belong to earlier commands."""
 
     def cancel(self) -> None:
         """Stop the command, or take it out of the queue, because its caller does not wait for the result any more."""
@@ -322,7 +328,7 @@ class Running:
         self.stop()
 
     def stop(self) -> None:
-        """End the shell and the processes that the command has started. Those of earlier commands go on.
+        """End the shell and the processes that the command has started. The jobs of earlier commands go on.
 
         Called at the timeout, when the call is cancelled, and if the shell does not report the command's end.
         """
@@ -348,9 +354,13 @@ class Running:
             send_signal([self.shell.bash.pid], _signal.SIGKILL)
 
     def started_by(self) -> "list[int]":
-        """Return the ids of the living processes that the command has started, without the session's own shells."""
-        bash = self.shell.bash
-        return [pid for pid in tree(bash.pid, bash.number, self.born) if pid not in bash.leaders]
+        """Return the ids of the living processes that the command has started.
+
+        These are all of the session, except its shells, the jobs of earlier commands, and what those jobs have started.
+        """
+        bash, jobs = self.shell.bash, self.shell.living_jobs()
+        others = {*bash.leaders, *jobs, *(stat.pid for stat in descendants(jobs))}
+        return [pid for pid in tree(bash.pid, bash.number) if pid not in others]
 
 
 class Shell:
@@ -370,6 +380,9 @@ class Shell:
         """`Running` command that the shell executes; None if it is idle."""
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
         """Output of background processes while no command ran. The next command gets it, like in a terminal."""
+        self.jobs = set()
+        """Jobs (`&`) of the finished commands, as pairs of process id and start time: an id alone may be given to
+        another process. They may have ended."""
         self.restarts = 0
         """Number of times that bash was replaced by a new one."""
         self.closed = False
@@ -429,7 +442,7 @@ class Shell:
         for name, ring in running.rings.items():
             ring.add(self.idle[name].content())
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
-        running.cpu_before, running.born = self.bash.measure()
+        running.cpu_before = self.bash.ticks()
         running.timer = self.agent.loop.later(running.request["timeout"], running.expire)
         self.bash.token = running.token
         self.bash.send_command(
@@ -457,14 +470,23 @@ class Shell:
                 "oom_killed": self.agent.oom.read() > running.oom_before,
                 "wall_s": now() - running.started,
                 # 0 if the command has ended the shell, whose ticks are gone then.
-                "cpu_s": max(0, self.bash.measure()[0] - running.cpu_before) / CLOCK_TICK,
+                "cpu_s": max(0, self.bash.ticks() - running.cpu_before) / CLOCK_TICK,
                 # The kernel counts it only for a whole shell, not for one command.
                 "max_rss": 0,
                 "restarts": self.restarts,
             }
         )
+        self.jobs = {
+            (stat.pid, stat.start)
+            for stat in processes()
+            if stat.parent == self.bash.pid or (stat.pid, stat.start) in self.jobs
+        }
         send_result(running.reply, body, running.rings, False)
         self.proceed()
+
+    def living_jobs(self) -> "set[int]":
+        """Return the process ids of the jobs of finished commands that have not ended."""
+        return {stat.pid for stat in processes() if (stat.pid, stat.start) in self.jobs} if self.jobs else set()
 
     def stop_unreported(self) -> None:
         """Stop the running command: the shell's answer does not report how it ended.

@@ -210,6 +210,32 @@ async def test_jobs_of_a_shell_go_on_and_what_they_lose_does_not(bench):
         assert (await session.run("kill %1 && wait %1", timeout=LIMIT)).exit_code == 143
 
 
+@pytest.mark.parametrize("end", ["exit 3", "sleep 60"])
+async def test_jobs_go_on_when_a_later_command_ends_the_shell(bench, end):
+    async with bench.sandbox() as sandbox, sandbox.session() as session:
+
+        async def sleepers() -> list[bytes]:
+            found = await session.run("grep -ahoz '^34[0-9]$' /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=LIMIT)
+            return sorted(found.stdout.split())
+
+        # The second job starts its sleeper only while the last command runs.
+        await session.run("sleep 341 & (until [ -e go ]; do sleep 0.01; done; sleep 342) &", timeout=LIMIT)
+        there = "until grep -aqz '^342$' /proc/[0-9]*/cmdline; do sleep 0.01; done"
+        answer = await session.run(f"sleep 343 & touch go; {there}; {end}", timeout=5)
+        assert answer.timed_out == (end == "sleep 60")
+        for _ in range(2):
+            assert await sleepers() == [b"341", b"342"]
+        assert (await sandbox.run("true", timeout=LIMIT)).ok
+        assert await sleepers() == [b"341", b"342"]
+    async with bench.sandbox() as sandbox:
+        async with sandbox.session() as session:
+            await session.run("sleep 341 &", timeout=LIMIT)
+            await session.run("exit 3", timeout=LIMIT)
+            assert (await session.run("true", timeout=LIMIT)).ok
+        left = await sandbox.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=LIMIT)
+        assert b"sleep 341" not in left.stdout
+
+
 def test_files_in_memory_leave_room_for_programs():
     for memory in (64, 128, 256, 512, 4096):
         assert sum(profiles.sizes_mib(Spec(image="any", memory_mib=memory)).values()) <= memory - 32
