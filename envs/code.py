@@ -44,8 +44,8 @@ from flash.types import Observation
 
 CHECKED_ROWS = 100
 """Number of rows that are checked before a run starts. The other rows are checked when they are read."""
-OPTIONAL = ("language", "timeout", "memory_mib")
-"""Optional columns of a row: its own language and limits, instead of the options'."""
+OPTIONAL = {field.name: field.type for field in msgspec.structs.fields(Suite) if field.name != "tests"}
+"""Types of the optional columns: `language`, `timeout` and `memory_mib`, which replace the options' for one row."""
 
 PROGRAMS = {"bash": "read x y;echo $(({}))", "python": "x,y=map(int,input().split());print({})"}
 """For each language, a right program with a placeholder for the expression."""
@@ -285,14 +285,22 @@ def _problem(row: Row, column: str, source: _Source, languages: dict[str, Langua
         ConfigError: a value is missing or has the wrong form.
     """
     prompt, tests = prompt_of(row, column), value_of(row, source.tests_column)
-    own = {name: row.values[name] for name in OPTIONAL if row.values.get(name) is not None}
+    own: dict[str, Any] = {}
+    for name, kind in OPTIONAL.items():
+        value = row.values.get(name)
+        if value is None or value == "":  # a CSV has an empty cell for a row without its own value
+            continue
+        try:
+            own[name] = msgspec.convert(value, kind, strict=False)  # not strict: all cells of a CSV are text
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{row.place}: {name!r} is {value!r:.80}: {error}") from None
     try:
         if isinstance(tests, str):
             tests = msgspec.json.decode(tests)
-        # A table of columns (Parquet) has None for a field that a test does not have.
+        # JSON may have null for a field that a test does not have.
         tests = [{name: value for name, value in test.items() if value is not None} for test in tests]
         suite = msgspec.convert({"language": source.language, **own, "tests": tests}, Suite)
-    except (msgspec.MsgspecError, AttributeError, TypeError) as error:
+    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{row.place}: {source.tests_column!r} must list tests with `stdout` (and `stdin`), with `call`, `args` "
             f"and `returns`, or with `program`: {error}"

@@ -273,10 +273,10 @@ def _json_list(file: Path, text: bytes) -> Iterator[Row]:
     """Yield the rows of a JSON list. Lists with NaN or Infinity, which are not JSON, are read too."""
     try:
         rows: list[Any] = list(_list_decoder.decode(text))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         try:
-            rows = cast("list[Any]", json.loads(text))
-        except (ValueError, RecursionError):
+            rows = cast("list[Any]", _loads(text))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is no list of JSON objects: {error}") from error
     for number, row in enumerate(rows, start=1):
         place = _place(file, number)
@@ -295,11 +295,9 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
         byte = error.object[error.start]
         raise ConfigError(f"{place} is not UTF-8 text (byte {byte:#04x}); save the file as UTF-8") from error
     except (msgspec.MsgspecError, RecursionError) as error:
-        # Python writes NaN and Infinity, which are not JSON. They are accepted here, because they are harmless unless
-        # their column is used.
         if b"NaN" in bytes(line) or b"Infinity" in bytes(line):
             with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(bytes(line))
+                row = _loads(bytes(line))
                 if isinstance(row, dict):
                     return cast("dict[str, Any]", row)
         raise ConfigError(
@@ -314,15 +312,30 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
     return row
 
 
+def _loads(text: bytes) -> Any:
+    """Decode JSON that may have NaN or Infinity. Python writes them, and they are harmless unless their column is used.
+
+    Raises:
+        ValueError, RecursionError: the text is not such JSON, or has a lone surrogate.
+    """
+    value = json.loads(text)
+    # Python decodes lone surrogates too, which no tokenizer takes. A UnicodeEncodeError is a ValueError.
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def _refuse_equal_names(text: bytes, place: str) -> None:
-    """Raise ConfigError if an object in a JSON text has two values of one name."""
+    """Raise ConfigError if an object in a JSON text has two values of one name, or if the text nests too deeply."""
 
     def names_of(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]
         if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
             raise ConfigError(f"{place} has two values of {twice!r}; expected a name of its own for each")
 
-    json.loads(text, object_pairs_hook=names_of)
+    try:
+        json.loads(text, object_pairs_hook=names_of)
+    except RecursionError as error:  # this decoder allows a few levels less than the first one
+        raise ConfigError(f"{place} cannot be read: {error}") from error
 
 
 def _csv_rows(file: Path, separator: str) -> Generator[Row]:

@@ -144,6 +144,16 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     assert {sandbox.spec.memory_mib for sandbox in provider.sandboxes} == {256, 99}
 
 
+def test_a_csv_may_have_the_optional_columns_and_leave_their_cells_empty(tmp_path):
+    tests = '"[{""stdout"": ""1""}]"'
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt,tests,language,timeout,memory_mib\np,{tests},python,2.5,64\nq,{tests},,,\n")
+    CodeEnv.check(CodeOptions(path=str(path)))
+    path.write_text(f"prompt,tests,memory_mib\np,{tests},2\n")
+    with pytest.raises(ConfigError, match="row 1: 'memory_mib' is '2': Expected `int` >= 16"):
+        CodeEnv.check(CodeOptions(path=str(path)))
+
+
 @pytest.mark.anyio
 async def test_the_reward_may_be_the_share_of_tests(data):
     row = {"prompt": "p", "tests": [{"stdin": "1", "stdout": "1"}, {"stdin": "2", "stdout": "2"}]}
@@ -260,7 +270,10 @@ def test_wrong_options_are_refused_before_anything_starts(options, message):
         ({"tests": [5]}, "row 2: 'tests' must list"),
         ({"tests": [{"stdout": "1"}], "prompt": 5}, "row 2: .prompt. must be"),
         ({"tests": [{"stdout": "1"}], "language": "cobol"}, "row 2: there is no language 'cobol'"),
-        ({"tests": [{"stdout": "1"}], "timeout": -1}, "row 2: .*timeout"),
+        ({"tests": [{"stdout": "1"}], "timeout": -1}, "row 2: 'timeout' is -1: Expected `float` > 0"),
+        ({"tests": [{"stdout": "1"}], "timeout": "soon"}, "row 2: 'timeout' is 'soon': Expected `float"),
+        ({"tests": [{"stdout": "1"}], "language": 3}, "row 2: 'language' is 3: Expected `str`"),
+        ({"tests": "[" * 100_000}, "row 2: 'tests' must list"),
     ],
 )
 def test_wrong_rows_are_named_before_anything_starts(data, row, message):
