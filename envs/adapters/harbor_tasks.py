@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,8 +24,11 @@ from msgspec import Meta
 from envs.data.split import Split, divide
 from flash.errors import ConfigError
 
-WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.IGNORECASE | re.MULTILINE)
-"""Pattern of the lines of a Dockerfile that set the working directory."""
+STAGE_OR_WORKDIR = re.compile(
+    r"^\s*(FROM|WORKDIR)\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE | re.MULTILINE
+)
+"""Pattern of the lines of a Dockerfile that begin a stage, with its image and its name, or set the working
+directory."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 """Pattern of a size, such as `2G`."""
 MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
@@ -34,6 +36,8 @@ MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 DEFAULT_WORKDIR = "/app"
 """Working directory if neither task.toml nor the Dockerfile sets one."""
 
+_Network = Literal["public", "no-network", "allowlist"]
+"""Network mode: the internet, no network, or only a list of hosts, which is not supported."""
 _Positive = Annotated[float, Meta(gt=0)]
 """A positive number."""
 
@@ -49,6 +53,8 @@ class HarborVerifier(msgspec.Struct, frozen=True):
     """User that runs the tests. Only None is supported."""
     environment_mode: str = "shared"
     """Place of the tests. Only `shared`, the sandbox of the policy, is supported."""
+    network_mode: _Network | None = None
+    """Network of the tests. None: the sandbox's. Only the sandbox's is supported."""
 
 
 class HarborAgent(msgspec.Struct, frozen=True):
@@ -56,6 +62,8 @@ class HarborAgent(msgspec.Struct, frozen=True):
 
     user: str | int | None = None
     """User that runs the commands. Only None is supported."""
+    network_mode: _Network | None = None
+    """Network of the commands. None: the sandbox's. Only the sandbox's is supported."""
 
 
 class HarborMachine(msgspec.Struct, frozen=True):
@@ -75,12 +83,12 @@ class HarborMachine(msgspec.Struct, frozen=True):
     """Older form of `storage_mb`, such as `10G`."""
     env: dict[str, str] = {}
     """Environment variables of all commands."""
-    gpus: int = 0
+    gpus: Annotated[int, Meta(ge=0)] = 0
     """Number of GPUs. Only 0 is supported."""
     allow_internet: bool | None = None
     """Older form of `network_mode`."""
-    network_mode: str = "public"
-    """Network that the task needs: `public` (the internet) or another mode."""
+    network_mode: _Network = "public"
+    """Network of the sandbox."""
     workdir: str | None = None
     """Working directory of commands. None: the Dockerfile sets it."""
     os: str = "linux"
@@ -90,7 +98,7 @@ class HarborMachine(msgspec.Struct, frozen=True):
     healthcheck: Any = None
     """Check before the sandbox is used. Only None is supported."""
     mcp_servers: list[Any] = []
-    """Servers beside the sandbox. None is supported."""
+    """Servers beside the sandbox. Only an empty list is supported."""
 
     @property
     def online(self) -> bool:
@@ -118,7 +126,7 @@ class _File(msgspec.Struct, frozen=True):
     environment: HarborMachine = HarborMachine()
     """Description of the sandbox."""
     steps: list[Any] = []
-    """Steps of a task of several parts. None is supported."""
+    """Steps of a task of several parts. Only an empty list is supported."""
 
 
 class HarborTask(msgspec.Struct, frozen=True):
@@ -151,47 +159,65 @@ def read_task(folder: Path, image: str) -> HarborTask:
         prompt = (folder / "instruction.md").read_text(encoding="utf-8")
         file = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, strict=False)
         machine = file.environment
-        _ = machine.memory_mib, machine.storage_mib
+        _ = machine.memory_mib, machine.storage_mib  # Parsed now, so that a wrong size is found here.
+        workdir = machine.workdir or _workdir(folder)
     except (OSError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{folder} is no task of Harbor: {error}") from error
-    for wanted in _unsupported(folder, file):
-        raise ConfigError(f"{path}: sandboxes have no {wanted}; leave this task out")
+    if unsupported := _unsupported(folder, file):
+        raise ConfigError(f"{path}: sandboxes have no {', no '.join(unsupported)}; leave this task out")
     if not prompt.strip():
         raise ConfigError(f"{folder}/instruction.md is empty")
     if not (folder / "tests" / "test.sh").is_file():
         raise ConfigError(f"{folder} has no tests/test.sh, which gives the reward")
     name = folder.name
     built = machine.docker_image or image.replace("{name}", name.lower())
-    return HarborTask(
-        name, prompt, built, machine.workdir or _workdir(folder), folder / "tests", file.verifier, machine
-    )
+    return HarborTask(name, prompt, built, workdir, folder / "tests", file.verifier, machine)
 
 
-def _unsupported(folder: Path, file: _File) -> Iterator[str]:
-    """Yield each request of the task that a sandbox cannot fulfil."""
-    machine, verifier = file.environment, file.verifier
+def _unsupported(folder: Path, file: _File) -> list[str]:
+    """Return each request of the task that a sandbox cannot fulfil, as an end of the sentence `sandboxes have no …`."""
+    machine, verifier, agent = file.environment, file.verifier, file.agent
     asked = {
         "GPUs (environment.gpus)": machine.gpus > 0,
         "TPUs (environment.tpu)": machine.tpu is not None,
         "other system than Linux (environment.os)": machine.os.lower() != "linux",
         "list of hosts that may be reached (environment.network_mode)": machine.network_mode == "allowlist",
+        "network of their own for a part of the task (agent.network_mode, verifier.network_mode)": any(
+            one.network_mode not in (None, "public" if machine.online else "no-network") for one in (agent, verifier)
+        ),
         "check before they are used (environment.healthcheck)": machine.healthcheck is not None,
         "servers beside them (environment.mcp_servers)": bool(machine.mcp_servers),
         "containers beside them (docker-compose.yaml)": (folder / "environment" / "docker-compose.yaml").exists(),
         "second container for tests (verifier.environment_mode)": verifier.environment_mode != "shared",
-        "other user than their image's (agent.user, verifier.user)": bool(verifier.user or file.agent.user),
-        "variables of the host (${…} in an env)": any("${" in value for value in (machine.env | verifier.env).values()),
+        "other user than their image's (agent.user, verifier.user)": any(
+            one.user is not None for one in (agent, verifier)
+        ),
+        "variables of the host (${…} in an env)": any(
+            "${" in value for one in (machine, verifier) for value in one.env.values()
+        ),
         "steps ([[steps]])": bool(file.steps),
     }
-    yield from (what for what, wanted in asked.items() if wanted)
+    return [what for what, wanted in asked.items() if wanted]
 
 
 def _workdir(folder: Path) -> str:
-    """Return the Dockerfile's working directory: its last WORKDIR, resolved against the WORKDIRs before it."""
-    path = PurePosixPath("/")
+    """Return the working directory of the Dockerfile's last stage.
+
+    The WORKDIRs of a stage are resolved one against another. A stage that begins with an earlier stage inherits its
+    directory. Raises ValueError if the directory depends on a variable.
+    """
+    root, stage = PurePosixPath("/"), ""
+    path, path_of = root, dict[str, PurePosixPath]()
     dockerfile = folder / "environment" / "Dockerfile"
-    for word in WORKDIR.findall(dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""):
-        path /= word.strip("\"'")
+    text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
+    for instruction, word, name in STAGE_OR_WORKDIR.findall(text):
+        if instruction.upper() == "FROM":
+            path, stage = path_of.get(word.lower(), root), name.lower()
+        else:
+            path /= word.strip("\"'")
+        path_of[stage] = path
+    if "$" in str(path):
+        raise ValueError(f"the WORKDIR {path} of its Dockerfile has a variable; set environment.workdir in task.toml")
     return DEFAULT_WORKDIR if str(path) == "/" else str(path)
 
 

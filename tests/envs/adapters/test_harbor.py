@@ -251,6 +251,23 @@ def test_a_task_says_what_its_sandbox_may_use(folder: Path) -> None:
     assert (spec.cpus, spec.memory_mib, spec.disk_mib) == (2, 512, 64)
 
 
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir"),
+    [
+        ("FROM a\nWORKDIR /x\nWORKDIR y\n", "/x/y"),
+        ("FROM a AS build\nWORKDIR /build\nFROM b\nWORKDIR x\n", "/x"),
+        ("FROM a AS build\nWORKDIR /build\nFROM --platform=linux/amd64 b\n", "/app"),
+        ("FROM a AS Base\nWORKDIR /base\nFROM b\nWORKDIR /other\nFROM base\nWORKDIR x\n", "/base/x"),
+        ("FROM a\nWORKDIR $ROOT\nWORKDIR /x\n", "/x"),
+    ],
+)
+def test_commands_begin_where_the_last_stage_of_the_dockerfile_ends(
+    folder: Path, dockerfile: str, workdir: str
+) -> None:
+    write_task(folder / "staged", "Do.", dockerfile=dockerfile)
+    assert read_task(folder / "staged", "any").workdir == workdir
+
+
 def test_some_tasks_are_kept_aside_unless_others_are_given(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -334,7 +351,15 @@ async def test_a_reward_file_of_json_counts_before_one_of_text(folder: Path) -> 
         ("environment", 'mcp_servers = [{ name = "x" }]', r"no servers beside them \(environment\.mcp_servers"),
         ("verifier", 'environment_mode = "separate"', "no second container for tests"),
         ("verifier", 'user = "me"', "no other user"),
+        ("verifier", "user = 0", "no other user"),
+        ("verifier", 'user = ""', "no other user"),
         ("verifier", 'env = { KEY = "${KEY}" }', "no variables of the host"),
+        ("verifier", 'env = { KEY = "x" }\n[environment.env]\nKEY = "${KEY}"', "no variables of the host"),
+        ("verifier", 'network_mode = "no-network"', "no network of their own for a part"),
+        ("environment", 'network_mode = "some"', "is no task of Harbor: Invalid enum value 'some'"),
+        ("environment", "gpus = -1", "is no task of Harbor"),
+        ("environment", 'gpus = 1\nos = "windows"', "no GPUs .*, no other system than Linux"),
+        ("dockerfile", "FROM a\nWORKDIR $APP\n", "WORKDIR /.APP of its Dockerfile has a variable"),
         ("environment", 'memory = "much"', "'much' is no size such as 2G"),
         ("environment", "cpus = 0", "is no task of Harbor"),
     ],
