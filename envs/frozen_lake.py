@@ -39,8 +39,12 @@ LEAST_HOLES, MOST_HOLES = 0.05, 0.4
 MOST_MOVES = 1000
 """Largest number of moves in one game."""
 
-MOST_DRAWS = 2000
-"""Most lakes drawn for one problem. Only about one lake in ten is held out, and some lakes do not fit the options."""
+CHECKED_SEEDS = 4
+"""Number of held-out lakes that `check` draws. Only about one lake in ten is held out, so these are harder to find than
+training lakes."""
+CHECKED_DRAWS, MOST_DRAWS = 2000, 20_000
+"""Most lakes drawn for one problem, in `check` and in a run. Options that pass the check by chance, although 2000 draws
+seldom suffice, still find a lake in ten times as many."""
 
 DISCOUNT = 0.97
 """Discount of a cell's value per move, so that of two equally safe paths the shorter one is better."""
@@ -174,21 +178,21 @@ class FrozenLake:
 
     @classmethod
     def check(cls, options: FrozenLakeOptions) -> None:
-        """Draw a training and a held-out lake, so that options that hardly any lake fits are refused before the run.
+        """Draw some lakes, so that options that hardly any lake fits are refused before the run.
 
         The process that reads the configuration calls this.
 
         Raises:
             ConfigError: no lake fits the options.
         """
-        for seed in (0, HELD_OUT):
-            cls(options)._draw(random.Random(seed), seed >= HELD_OUT)
+        for seed in (0, *range(HELD_OUT, HELD_OUT + CHECKED_SEEDS)):
+            cls(options)._draw(random.Random(seed), is_held_out(seed), CHECKED_DRAWS)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the lake of this seed. All later slips follow from the seed as well.
 
         Raises:
-            ConfigError: no lake fits the options. `check` draws for two seeds only, so another seed may fail.
+            ConfigError: no lake fits the options. This is rare after `check`.
         """
         self._chance = random.Random(seed)
         self._lake, self._moves = self._draw(self._chance, is_held_out(seed)), 0
@@ -230,20 +234,18 @@ class FrozenLake:
         told = RULES if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 
-    def _draw(self, rng: random.Random, held_out: bool) -> Lake:
-        """Draw a training or a held-out lake that fits the options.
-
-        Raises ConfigError if `MOST_DRAWS` lakes do not fit.
-        """
+    def _draw(self, rng: random.Random, held_out: bool, most: int = MOST_DRAWS) -> Lake:
+        """Draw a training or a held-out lake that fits the options. Raises ConfigError if `most` lakes do not fit."""
         options = self._options
         cells = options.size**2
-        for _ in range(MOST_DRAWS):
+        for _ in range(most):
             start, goal = rng.sample(range(cells), 2)
             holes = frozenset(cell for cell in range(cells) if rng.random() < options.holes) - {start, goal}
             lake = Lake(options.size, holes, goal, start, options.slip)
-            if options.shortest <= lake.steps <= options.moves and in_held_out_part(lake.ground) == held_out:
+            # The search for a path takes longest, so it comes last.
+            if in_held_out_part(lake.ground) == held_out and options.shortest <= lake.steps <= options.moves:
                 return lake
-        raise ConfigError(f"none of {MOST_DRAWS} maps that were drawn fits the options: make it larger, or ask less")
+        raise ConfigError(f"none of {most} lakes fits the options: raise `size`, lower `shortest`, or change `holes`")
 
     def _slipped(self, move: str, drawn: float) -> str:
         """Return the move that is really made: `move`, or with the probability `slip` one to either of its sides.

@@ -6,6 +6,8 @@ import itertools
 import random
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from envs.frozen_lake import RULES, FrozenLake, FrozenLakeOptions, FrozenLakeReplay, Lake, read_move
@@ -188,6 +190,15 @@ async def test_a_chat_says_the_rules_once() -> None:
 def test_options_that_no_game_can_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FrozenLakeOptions(**options)
+
+
+@pytest.mark.anyio
+async def test_each_seed_has_a_lake_if_the_options_pass_the_check() -> None:
+    options = FrozenLakeOptions(size=8, shortest=16)
+    FrozenLake.check(options)
+    for seed in range(HELD_OUT, HELD_OUT + 12):
+        await FrozenLake(options).reset(seed)
+        await anyio.lowlevel.checkpoint()
 
 
 def test_what_only_a_look_at_the_maps_shows_is_refused_before_a_run() -> None:
