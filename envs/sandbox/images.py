@@ -88,8 +88,8 @@ def finish(root: Path) -> None:
         "nobody:x:65534:65534:nobody:/nonexistent:/bin/sh\n"
     )
     (root / "etc/group").write_text(f"root:x:0:\nuser:x:{USER_ID}:\nnogroup:x:65534:\n")
-    # Every user may write to /work: a file system in memory takes over this mode, but not the folder's owner.
-    for name in ("tmp", "var/tmp", "work"):
+    # A file system in memory takes over this mode, but not the folder's owner, so every user must be able to write.
+    for name in ("run", "tmp", "var/tmp", "work"):
         (root / name).chmod(0o1777)
     busybox = root / "usr/bin/busybox"
     if busybox.exists() and not (root / "usr/bin/bash").exists():

@@ -41,7 +41,8 @@ TMP_MIB = 64
 """Largest size of /tmp in MiB; an eighth of the memory if that is less."""
 SMALL_MIB = 16
 """Largest size of /run, /var/tmp and /dev/shm in MiB; a 32nd of the memory if that is less. Programs expect to be able
-to write there."""
+to write there. Under Podman, they can write to /run only if every user may write to the image's folder, as in Flash's
+images."""
 RESERVE_MIB = 32
 """Memory in MiB that files cannot take, for the agent and a small program; a quarter of the memory if that is less."""
 INODES_PER_MIB = 128
@@ -253,7 +254,8 @@ def container(
 
 def _tmpfs(spec: Spec, user_and_group: str | None, *, owned: bool) -> dict[str, str]:
     """Return the mount options of each file system in memory. Programs may run from them: compilers write to /tmp."""
-    # runc gives the mount the mode of the image's folder, whatever mode is set; then only the owner may write.
+    # runc gives the mount the mode of the image's folder, and ignores `mode`. /run is often 755, so the user of the
+    # sandbox must own the mount. Podman refuses an owner.
     owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group and owned else ""
     return {
         path: f"rw,nosuid,nodev,exec,{owner}mode=1777,size={size}m"

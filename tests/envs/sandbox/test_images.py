@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from envs.sandbox.images import _run
+from envs.sandbox.api import Spec
+from envs.sandbox.engines.profiles import SHARED_MEMORY, sizes_mib
+from envs.sandbox.images import _run, finish
 from flash.errors import ConfigError
 
 
@@ -19,3 +21,11 @@ from flash.errors import ConfigError
 def test_a_program_that_makes_no_image_is_one_clear_error(command, message):
     with pytest.raises(ConfigError, match=message):
         _run(command, timeout_s=0.1 if command[0] == "sleep" else 60.0)
+
+
+def test_every_user_may_write_to_the_folders_that_become_file_systems_in_memory(tmp_path):
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    finish(tmp_path)
+    spec = Spec(image="any")
+    folders = [path for path in sizes_mib(spec) if path != SHARED_MEMORY]
+    assert {tmp_path.joinpath(path[1:]).stat().st_mode & 0o7777 for path in folders} == {0o1777}
