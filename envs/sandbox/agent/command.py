@@ -307,9 +307,9 @@ class Command:
         Called at the end of the grace, after the end of a stopped command's first process, and for SIGKILL to a job.
         """
         send_to_group(self.pid, _signal.SIGKILL)
-        if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
-            # With one command and no session, every process belongs to it, and one call reaches all at once. Not after
-            # a host has taken over (`epoch` is above 1): the process that connects it to us lives in here too.
+        if self.agent.is_init and self.agent.active <= {self} and not self.agent.shells:
+            # With one command and no session, every process of our user belongs to it, and one call reaches all at
+            # once. The process that connects a host to us after a takeover is root's, which we cannot signal.
             send_signal([-1], _signal.SIGKILL)
             return
         kill_all(lambda: tree(self.pid, self.number))
