@@ -119,7 +119,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
-    """Largest mean (log π − log π_behaviour)² of an update. 0.04 is about (log r)² for a ratio r of 0.8 or 1.2, the
+    """Largest distance² of an update. 0.04 is about (log r)² for a ratio r of 0.8 or 1.2, the
     usual bounds of a clip."""
 
     # Why: a step changes the policy, but data that the changed policy has sampled arrives only after the lag. Until
@@ -153,9 +153,10 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             rate: the scheduled learning rate of the update.
             square: sum of (log π − log π_behaviour)² over the trained tokens of the update, minus the same sum for the
                 disagreement of engine and trainer at equal weights.
-            counts: for each age from 0, the number of tokens.
-            lags: for each age from 0, the lag a in versions.
-            moved: for each age from 0, R: the sum of the learning rates applied since the tokens were sampled.
+            counts: number of trained tokens of each age from 0. The age of a token is the version that is trained minus
+                the version that sampled the token.
+            lags: for each of these ages, the lag a in versions.
+            moved: for each of these ages, R: the sum of the learning rates applied since the tokens were sampled.
         """
         tokens = sum(counts)
         lag_square = sum(count * lag**2 for count, lag in zip(counts, lags, strict=True))

@@ -52,8 +52,8 @@ DISCOUNT = 0.97
 MOVES: Final[dict[str, tuple[int, int]]] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 """Rows down and columns to the right for each move."""
 
-# Answers that name each move, in lower case.
 WORDS: Final = {"up": "U", "down": "D", "left": "L", "right": "R"} | {letter.lower(): letter for letter in MOVES}
+"""Move that each word of an answer names; the words are in lower case."""
 SIDES = {"U": "LR", "D": "LR", "L": "UD", "R": "UD"}
 """Moves to the two sides of each move, to which a player may slip."""
 SIGNS = "PGO."

@@ -357,7 +357,10 @@ def main(options: dict) -> None:
 
 
 def hello(agent: object, call: int, argument: dict) -> None:
-    """Report facts about this agent, and its open sessions. Each host calls this first, also after a takeover."""
+    """Report facts about this agent, and its open sessions, as the host's `envs.sandbox.engines.bundle.Hello`.
+
+    Each host calls this first, also after a takeover.
+    """
     agent.reply(
         call,
         RESULT,
@@ -391,7 +394,7 @@ def start(agent: object, call: int, argument: dict) -> None:
             raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
     argument["job"] = True
-    # A random id: a sandbox that is created again counts its calls from 1.
+    # A random id, so that no job of this sandbox is taken for a job of the sandbox that it replaces.
     name = binascii.hexlify(os.urandom(6)).decode()
     agent.jobs[name] = Command(agent, lambda kind, body: None, argument)
     agent.reply(call, RESULT, name)

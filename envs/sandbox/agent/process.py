@@ -314,7 +314,7 @@ def unreadable_copy(path: str) -> int:
 
 
 def send_signal(pids: "list[int]", number: int) -> None:
-    """Signal each process that still lives. The id -1 stands for every process of the sandbox but the agent.
+    """Signal each process that still lives. The id -1 stands for every process that we may signal, except us.
 
     A SIGCONT follows every signal but SIGKILL and SIGSTOP, because a stopped process handles a signal only when it
     goes on. `Shell.interrupt` depends on that: it stops the shell first. `pids` may be any collection.

@@ -179,8 +179,7 @@ async def _pieces_of(path: Path) -> AsyncIterator[bytes]:
 async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[AsyncIterator[bytes]]:
     """Build a tar archive with one file, for the time of the block, and yield it in pieces.
 
-    The header contains the size, so the pieces are collected on disk first. All pieces are read before the block
-    begins, so that a failure of their source is not taken for a failure of the engine.
+    The header contains the size, so all pieces are collected first, on disk if they are large.
     """
     async with anyio.SpooledTemporaryFile[bytes](max_size=1 << 20) as spool:
         size = 0

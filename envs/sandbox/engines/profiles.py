@@ -44,7 +44,8 @@ SMALL_MIB = 16
 to write there. Under Podman, they can write to /run only if every user may write to the image's folder, as in Flash's
 images."""
 RESERVE_MIB = 32
-"""Memory in MiB that files cannot take, for the agent and a small program; a quarter of the memory if that is less."""
+"""Memory in MiB that files cannot take, for the agent and a small program; a quarter of the memory if that is more. In
+a very small sandbox it is less: files may always take a quarter of the memory."""
 INODES_PER_MIB = 128
 """Files that a file system in memory can hold per MiB. Empty files take up to a kilobyte each beside its size."""
 SHARED_MEMORY = "/dev/shm"
@@ -66,7 +67,7 @@ host's inodes, of which a file system has a fixed number."""
 OPEN_FILES = 4096
 """Most file descriptors of one process."""
 OOM_SCORE = 500
-"""Added to the kernel's OOM score, so that the kernel kills a sandbox rather than the service."""
+"""Addition to the kernel's OOM score, so that the kernel kills a sandbox rather than the service."""
 COMPAT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "SETUID")
 """Capabilities that `apt`, `pip` and `su` need as root of the container; none for network, devices, trace or mount."""
 
@@ -162,6 +163,7 @@ def sizes_mib(spec: Spec) -> dict[str, int]:
 def _work_mib(spec: Spec) -> int:
     """Return the largest size in MiB that the working directory can have in memory."""
     files = max(spec.memory_mib // 4, min(3 * spec.memory_mib // 4, spec.memory_mib - RESERVE_MIB))
+    # Under `build` the working directory is not in memory: the others are left.
     others = sizes_mib(msgspec.structs.replace(spec, profile="build"))
     return max(1, files - sum(others.values()))
 

@@ -288,9 +288,10 @@ class Channel:
     async def run(self) -> None:
         """Read frames from the link and pass them to their calls.
 
-        `LocalSandbox` runs this in a task for each link. It returns when the link has ended; every call in progress
-        then raises an error.
+        `LocalSandbox` runs this in a task for each link. It returns when the link has ended, or when the agent has
+        ended the channel or sent invalid data; every call in progress then raises an error.
         """
+        # The error if this is cancelled, because the sandbox is being closed.
         error = SandboxLostError("the channel to the sandbox was closed")
         try:
             while data := self._rest or await self._link.receive():
@@ -372,7 +373,7 @@ class Channel:
     async def ask(
         self, operation: str, argument: object, result_type: type[T], timeout: float, *, room: int = 1 << 16
     ) -> tuple[T, dict[str, bytes]]:
-        """Carry out a `call` without input. Returns the result, and the output by stream. Raises the same errors."""
+        """Carry out a `call` without input. Returns the result and the output by stream. Raises the errors of `call`."""
         async with self.call(operation, argument, timeout, room=room) as call:
             return await call.result(result_type)
 

@@ -77,7 +77,7 @@ class WarmPolicy:
     def record_request(self, key: str, *, hit: bool, now: float) -> None:
         """Record a request for a sandbox of this kind. `hit` is True if a ready one was found.
 
-        `now` is the time on the event loop's clock, as in the other methods.
+        `now` is the time on the event loop's clock.
         """
         self.hits += hit
         self.misses += not hit
@@ -85,17 +85,20 @@ class WarmPolicy:
             self._requests.setdefault(key, deque(maxlen=self._learned_max)).append(now)
 
     def target(self, key: str, now: float) -> int:
-        """Return the number of sandboxes of this kind to keep ready: that of its requests within the window, or the
-        fixed number if it is larger."""
+        """Return the number of sandboxes of this kind to keep ready.
+
+        It is the number of requests within the window, at most `learned_max`, or the fixed number if that is larger.
+        Requests before the window are dropped.
+        """
         times = self._requests.get(key)
         while times and times[0] <= now - self._window:
             times.popleft()
-        if times is not None and not times:
+        if times is not None and not times:  # kinds that are not requested any more must not pile up
             del self._requests[key]
         return max(self._fixed.get(key, 0), len(times or ()))
 
     def targets(self, now: float) -> dict[str, int]:
-        """Return the target of every kind whose target is not 0."""
+        """Return the number of sandboxes to keep ready of each kind; kinds with 0 are left out."""
         wanted = {key: self.target(key, now) for key in [*self._fixed, *self._requests]}
         return {key: number for key, number in wanted.items() if number}
 
@@ -161,7 +164,8 @@ class LocalHost:
         self._refusal = "the engine was not asked yet"
         """Reason why this host takes no sandboxes; empty if it takes them."""
         self._known: dict[str, Demand] = {}
-        """Demand of each of our sandboxes by its id, from before it is created until its container is gone."""
+        """Demand of each of our sandboxes by its id, from before it is created until its container is gone, or its
+        removal was given up."""
         self._ready: list[_Ready] = []
         """Ready sandboxes that no lease has yet."""
         self._warming: Counter[str] = Counter()

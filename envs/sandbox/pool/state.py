@@ -67,7 +67,7 @@ class Quarantine:
     """
 
     def __init__(self, *, threshold: int, cooldown: float) -> None:
-        """Create an empty quarantine. `threshold` counts failures in a row; `cooldown` is the first stay in seconds."""
+        """Create an empty quarantine. `threshold` counts failures in a row; `cooldown` has the seconds of the first quarantine."""
         self._threshold = threshold
         self._cooldown = cooldown
         self._records: OrderedDict[str, _Record] = OrderedDict()
@@ -81,6 +81,7 @@ class Quarantine:
             self._records.popitem(last=False)
         record.failures += 1
         record.why = why
+        # A start that began before the quarantine may fail in it. That does not make the quarantine longer.
         if record.failures < self._threshold or now < record.until:
             return False
         record.until = now + self._cooldown * record.factor
@@ -123,7 +124,7 @@ class PoolFailures:
 
     Args:
         threshold: failed starts in a row that put a host or a kind in quarantine.
-        cooldown: seconds of the first stay in quarantine.
+        cooldown: seconds of the first quarantine.
         wall: returns the unix time.
         changed: called after each failure.
     """
@@ -198,8 +199,8 @@ class PoolFailures:
         kind = _kind(spec)
         if remaining := self._bad_kinds.remaining(kind, anyio.current_time()):
             raise SandboxStartError(
-                f"sandboxes of {spec.image} only fail; it is tried again in {remaining:.0f} s. "
-                f"The last time: {self._bad_kinds.why(kind)}"
+                f"every start of a sandbox of {spec.image} with these settings has failed; the next one is tried in "
+                f"{remaining:.0f} s. Last error: {self._bad_kinds.why(kind)}"
             )
 
 

@@ -241,9 +241,9 @@ class _Dispatcher:
         except Exception:  # the boundary of a request: a bug ends this request, not the service
             _log.exception("%s %r failed", request.method, request.scope["path"])
             return problem_response(ProblemError(500, "the service failed; its log says why").problem)
-        if isinstance(result, Response) or result is _LEFT:
-            return None if result is _LEFT else result
-        return encoded(request, result, endpoint.status)
+        if result is _LEFT:
+            return None
+        return result if isinstance(result, Response) else encoded(request, result, endpoint.status)
 
 
 async def _unless_left(request: Request, handler: Handler) -> Any:
@@ -323,7 +323,7 @@ def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = N
 
 
 def encoded(request: Request, value: Any, status: int) -> Response:
-    """Return a struct as an HTTP answer, in msgpack if the client accepts it, else in JSON."""
+    """Return a struct as an HTTP answer, in msgpack if the client accepts it, else in JSON. None has no content."""
     if value is None:
         return Response(status_code=204)
     if MSGPACK in request.headers.get("accept", ""):
@@ -352,12 +352,19 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of one endpoint. `schema_of`: schema of each type; `components`: all named schemas."""
+    """Return the description of one endpoint.
+
+    Args:
+        endpoint: the endpoint.
+        schema_of: schema of each type by its `_key`; of a struct, only a reference to its named schema.
+        components: the named schemas.
+    """
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", endpoint.path)
     ]
     if endpoint.query is not None:
+        # Each field of the struct becomes a parameter of its own.
         query = components[endpoint.query.__name__]
         parameters += [
             {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": schema}

@@ -285,7 +285,7 @@ async def test_an_image_that_only_fails_is_answered_at_once_and_tried_again_late
                 pass
         made = maker.made
         with pytest.raises(
-            SandboxStartError, match=r"only fail; it is tried again in 30 s. The last time: img does not"
+            SandboxStartError, match=r"img with these settings has failed; .* in 30 s\. Last error: img does not"
         ):
             async with pool.acquire(SPEC):
                 pass
@@ -337,7 +337,7 @@ async def test_who_asks_for_what_cannot_be_puts_neither_a_host_nor_an_image_asid
         with pytest.raises(SandboxStartError, match="cannot write"):
             async with pool.acquire(wrong):
                 pass
-        with pytest.raises(SandboxStartError, match="only fail; it is tried again in 30 s"):
+        with pytest.raises(SandboxStartError, match=r"has failed; the next one is tried in 30 s"):
             async with pool.acquire(wrong):
                 pass
         async with pool.acquire(SPEC, deadline=5):
