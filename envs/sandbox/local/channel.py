@@ -373,7 +373,7 @@ class Channel:
     async def ask(
         self, operation: str, argument: object, result_type: type[T], timeout: float, *, room: int = 1 << 16
     ) -> tuple[T, dict[str, bytes]]:
-        """Carry out a `call` without input. Returns the result and the output by stream. Raises the errors of `call`."""
+        """Carry out a `call` without input. Returns result and output by stream. Raises the errors of `call`."""
         async with self.call(operation, argument, timeout, room=room) as call:
             return await call.result(result_type)
 

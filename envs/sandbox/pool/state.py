@@ -67,7 +67,7 @@ class Quarantine:
     """
 
     def __init__(self, *, threshold: int, cooldown: float) -> None:
-        """Create an empty quarantine. `threshold` counts failures in a row; `cooldown` has the seconds of the first quarantine."""
+        """Create a quarantine without keys. The class describes `threshold` and `cooldown`."""
         self._threshold = threshold
         self._cooldown = cooldown
         self._records: OrderedDict[str, _Record] = OrderedDict()
