@@ -30,7 +30,7 @@ import anyio.to_thread
 
 from envs.sandbox.api import Chunk, Command, FileInfo, Job, OnLost, Result, Session, Snapshot, Spec, State, Terminal
 from envs.sandbox.trees import COPY_BYTES, TreeLimits, pack, unpack
-from flash.errors import SandboxFileError, SandboxRefusedError
+from flash.errors import SandboxError, SandboxRefusedError
 
 MEMORY_BYTES = 1 << 20
 """Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
@@ -178,9 +178,9 @@ class Files(Archives):
         Links are copied as links.
 
         Raises:
-            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link; or
-                no temporary file can be written.
+            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
             SandboxLimitError: the source exceeds the limits on size and entries.
+            SandboxError: no temporary file can be written.
         """
         try:
             with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
@@ -190,15 +190,16 @@ class Files(Archives):
                 await self.put_archive(path, _pieces(archive), size)
         except OSError as error:  # The disk of temporary files is full. `seek` and the end of the block write as well.
             message = f"{source} cannot be uploaded: no temporary file can be written: {error}"
-            raise SandboxFileError(message) from error
+            raise SandboxError(message) from error
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or tree of the sandbox to `target`. Nothing is written outside of it, whatever the sandbox sends.
 
         Raises:
-            SandboxFileError: `path` cannot be read, or the target or a temporary file cannot be written. A tree is
-                never written over a file or into a folder that has entries; a single file replaces an existing file.
+            SandboxFileError: `path` cannot be read, or the target cannot be written. A tree is never written over a
+                file or into a folder that has entries; a single file replaces an existing file.
             SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
+            SandboxError: the disk of the target is full, or no temporary file can be written.
         """
         try:
             with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
@@ -209,7 +210,7 @@ class Files(Archives):
                 await _in_thread(partial(unpack, archive, Path(target), self.tree_limits))
         except OSError as error:  # The disk of temporary files is full. `seek` and the end of the block write as well.
             message = f"{path} cannot be downloaded: no temporary file can be written: {error}"
-            raise SandboxFileError(message) from error
+            raise SandboxError(message) from error
 
 
 async def _in_thread(work: Callable[[], None]) -> None:

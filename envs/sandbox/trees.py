@@ -10,6 +10,7 @@ a link meanwhile leads nowhere. All functions block; run them in a thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tarfile
@@ -19,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from flash.errors import SandboxFileError, SandboxLimitError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 
 COPY_BYTES = 1 << 18
 """Bytes that are copied at a time."""
@@ -31,6 +32,8 @@ HEAD_BYTES = 2048
 """Bytes of an archive that one entry takes beside its content: a header with a long name, and padding."""
 FILE_MEMBER = "."
 """Name of the only member of an archive that holds one file instead of a tree."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that mean that a disk has no room, or that this process may not write as large a file."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 """Flags for opening files for an upload. A pipe that has replaced a file must not block."""
 
@@ -53,6 +56,7 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
         SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link; or
             the sink cannot be written.
         SandboxLimitError: the source exceeds the limits.
+        SandboxError: the disk of the sink is full.
     """
     try:
         # The end of this block writes the end of the archive, for which the sink may have no room.
@@ -63,7 +67,16 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
             else:
                 packing.file(FILE_MEMBER, os.open(source, _READ))
     except (OSError, tarfile.TarError) as error:
-        raise SandboxFileError(f"{source} cannot be uploaded: {error}") from error
+        raise _local_error(f"{source} cannot be uploaded: {error}", error) from error
+
+
+def _local_error(message: str, error: Exception) -> SandboxError:
+    """Return the error of a transfer that failed at a file of this machine.
+
+    Environments count a SandboxFileError as a fault of the policy's files. A full disk of this machine is none.
+    """
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
+    return SandboxError(message) if full else SandboxFileError(message)
 
 
 class _Packing:
@@ -143,12 +156,13 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
     Raises:
         SandboxLimitError: the archive is too large or damaged, names a file or link twice, or tries to leave the tree.
         SandboxFileError: the target exists or cannot be written.
+        SandboxError: the disk of the target is full.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=".flash-download-", dir=target.parent)
     except OSError as error:
-        raise SandboxFileError(f"{target} cannot be written: {error}") from error
+        raise _local_error(f"{target} cannot be written: {error}", error) from error
     with place as folder:
         root = Path(folder, "root")
         try:
@@ -164,7 +178,7 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
             # Errors of `tarfile` for headers that no archive program writes.
             raise SandboxLimitError(f"the {what} is a damaged archive: {error}") from error
         except OSError as error:
-            raise SandboxFileError(f"{target} cannot be written: {error}") from error
+            raise _local_error(f"{target} cannot be written: {error}", error) from error
 
 
 class _Bounded:

@@ -20,7 +20,7 @@ from envs.sandbox.agent.files import SNAPSHOT_FILE
 from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.machine import LayerUse
-from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
+from flash.errors import SandboxError, SandboxLimitError, SandboxLostError
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DockerImages:
                     with anyio.move_on_after(self._request_s, shield=True):
                         await self._delete_until_gone(holder)
         except OSError as error:  # The disk of temporary files is full.
-            raise SandboxFileError(f"no temporary file can be written for the snapshot: {error}") from error
+            raise SandboxError(f"no temporary file can be written for the snapshot: {error}") from error
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:

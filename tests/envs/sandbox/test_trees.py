@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.sandbox.trees import TreeLimits, pack, unpack
-from flash.errors import SandboxFileError, SandboxLimitError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 
 LIMITS = TreeLimits(total=1 << 20, entries=50)
 
@@ -199,8 +199,9 @@ class SmallSink(io.BytesIO):
 @pytest.mark.parametrize("room", range(0, 10240, 512))
 def test_a_sink_without_room_for_any_part_of_the_archive_is_a_typed_error(tmp_path, room):
     (tmp_path / "file").write_bytes(b"12345")
-    with pytest.raises(SandboxFileError, match=r"cannot be uploaded: .*No space left"):
+    with pytest.raises(SandboxError, match=r"cannot be uploaded: .*No space left") as caught:
         pack(tmp_path / "file", SmallSink(room), LIMITS)
+    assert type(caught.value) is SandboxError
     pack(tmp_path / "file", SmallSink(10240), LIMITS)
 
 
