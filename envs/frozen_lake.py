@@ -146,6 +146,7 @@ class Lake(msgspec.Struct, frozen=True):
     def best(self) -> str:
         """Return the move with the highest value: the safest one, and of equally safe moves the faster one."""
         worth = _worth(self.size, self.holes, self.goal, self.slip)
+        # Rounded, so that a difference in the last digits does not decide between equal moves.
         return max(MOVES, key=lambda move: round(_outcome(worth, self.player, move, self.size, self.slip), 9))
 
     @property

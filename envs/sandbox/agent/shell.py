@@ -476,6 +476,7 @@ class Shell:
                 "restarts": self.restarts,
             }
         )
+        # Recorded while the shell lives: after its end, its jobs cannot be told from other orphans.
         self.jobs = {
             (stat.pid, stat.start)
             for stat in processes()
