@@ -71,10 +71,12 @@ from envs.sandbox.trees import COPY_BYTES, HEAD_BYTES, TreeLimits
 from flash.errors import (
     ConfigError,
     SandboxBusyError,
+    SandboxClosedError,
     SandboxError,
     SandboxFileError,
     SandboxLimitError,
     SandboxLostError,
+    SandboxRefusedError,
     SandboxTimeoutError,
 )
 from flash.waiting import unwrapped_group
@@ -332,11 +334,12 @@ class RemoteSandbox(Sandbox):
             with anyio.move_on_after(renewed + self._info.lease_s - asked) as left:
                 try:
                     info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
-                except (SandboxLostError, SandboxTimeoutError):
+                except (SandboxClosedError, SandboxRefusedError):
+                    return self._end("closed")  # The service does not know the sandbox, or our token, any more.
+                except SandboxError:
+                    # The service is out of reach, slow or too busy now.
                     await anyio.sleep(RETRY_S)
                     continue
-                except SandboxError:
-                    return self._end("closed")  # The service does not know the sandbox any more.
                 self._info, renewed = info, asked
                 if info.state in ("failed", "closed"):
                     self._end("lost" if info.state == "failed" else "closed")

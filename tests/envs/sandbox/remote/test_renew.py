@@ -12,7 +12,7 @@ import pytest
 from envs.sandbox.protocol import Info
 from envs.sandbox.remote.client import LEASE_S, RENEW_S, STATE_S, RemoteSandbox
 from envs.sandbox.remote.http import MARGIN_S, REPEAT_S
-from flash.errors import SandboxClosedError, SandboxLostError, SandboxTimeoutError
+from flash.errors import SandboxBusyError, SandboxClosedError, SandboxLostError, SandboxTimeoutError
 from tests.envs.sandbox.services import SPEC
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
@@ -47,6 +47,10 @@ async def unreachable(seconds: float) -> Info:
     """Refuses connections for as long as a call is repeated."""
     await anyio.sleep(REPEAT_S)
     raise SandboxLostError("cannot be reached")
+
+
+async def busy(seconds: float) -> Info:
+    raise SandboxBusyError("this token has too many connections open")
 
 
 async def ended(seconds: float) -> Info:
@@ -88,7 +92,7 @@ def sandbox_of(*behaviours: Callable[[float], Awaitable[Info]]) -> RemoteSandbox
     return RemoteSandbox(service, INFO)
 
 
-@pytest.mark.parametrize("behaviour", [silent, unreachable])
+@pytest.mark.parametrize("behaviour", [silent, unreachable, busy])
 async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(behaviour):
     sandbox = sandbox_of(answers, answers, behaviour)
     begin = anyio.current_time()
@@ -99,7 +103,7 @@ async def test_a_sandbox_is_lost_when_its_lease_has_run_out_without_an_answer(be
     await sandbox.wait_ended()
 
 
-@pytest.mark.parametrize("behaviour", [silent, unreachable])
+@pytest.mark.parametrize("behaviour", [silent, unreachable, busy])
 async def test_a_service_that_answers_again_within_the_lease_keeps_its_sandbox(behaviour):
     sandbox = sandbox_of(answers, behaviour, answers)
     with anyio.move_on_after(10 * LEASE_S) as scope:
