@@ -245,7 +245,8 @@ class Session(Protocol):
     Commands of one session run one after another, in the order of the calls. The end of each command is detected
     reliably, whatever it prints or leaves open. If a command ends the shell (`exit`, `set -e`, a timeout), its result
     is returned as usual. A new shell then replaces the old one, with the variables, functions, options and working
-    directory from before that command.
+    directory from before that command. Background processes (`&`) of earlier commands go on; those that the command
+    itself has started end.
     """
 
     @property
