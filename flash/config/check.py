@@ -129,7 +129,8 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProb
         return
     try:
         own_check(**kwargs)
-    except Exception as error:  # the class is the user's, so it may raise any exception to refuse its options
+    # The class is the user's, so it may raise any exception to refuse its options, or even try to end the process.
+    except (Exception, SystemExit) as error:
         yield ConfigProblem("env.options", refusal(env, error))
 
 
@@ -145,7 +146,9 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
         found = class_with("kind_of", env, kwargs)
         has_domains = found is not None and callable(getattr(found[0], "domains", None))
         domains: dict[str, Any] = found[0].domains(**found[1]) if found is not None and has_domains else {}
-    except Exception as error:  # `wrapped` and `domains` are a user's methods, which may raise any exception
+        limits = {name: (one.max_new_tokens, one.group_size, one.drop_equal_rewards) for name, one in domains.items()}
+    # `wrapped` and `domains` are a user's methods, which may raise any exception and return anything.
+    except (Exception, SystemExit) as error:
         yield ConfigProblem("env.options", refusal(env, error))
         return
     # Only the wrapper knows which of its options holds the table of a wrapped mixture.
@@ -153,13 +156,12 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
     if len(domains) > 1 and config.rollout.fifo_window is not None:
         message = "cannot be kept with several domains, whose shares decide which groups a step takes: leave it out"
         yield ConfigProblem("rollout.fifo_window", message)
-    for name, domain in domains.items():
+    for name, (max_new_tokens, group_size, drop) in limits.items():
         key, limit = f"{table}.{name}", config.model.max_length - 1
-        if (domain.max_new_tokens or 0) > limit:
-            message = f"expected at most {limit} (model.max_length = {limit + 1}), got {domain.max_new_tokens}"
+        if (max_new_tokens or 0) > limit:
+            message = f"expected at most {limit} (model.max_length = {limit + 1}), got {max_new_tokens}"
             yield ConfigProblem(f"{key}.max_new_tokens", message)
-        size = domain.group_size or config.rollout.group_size
-        drop = domain.drop_equal_rewards
+        size = group_size or config.rollout.group_size
         if size == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
             message = "groups of one sample have equal rewards: all would be dropped"
             yield ConfigProblem(f"{key}.group_size", message)

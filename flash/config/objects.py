@@ -273,11 +273,12 @@ def examine_options(
         return {}, problems
     try:
         return {OPTIONS: struct(**values)}, []
-    except Exception as error:  # the struct is the user's, so it may raise any exception to refuse its options
+    # The struct is the user's, so it may raise any exception to refuse its options, or even try to end the process.
+    except (Exception, SystemExit) as error:
         return {}, [ConfigProblem(where, refusal(cls, error))]
 
 
-def refusal(cls: Callable[..., object], error: Exception) -> str:
+def refusal(cls: Callable[..., object], error: BaseException) -> str:
     """Return the error message for options that have the right types but that the class `cls`, which is a user's, or
     its options struct refuses. `error` is the exception that it has raised."""
     verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -329,13 +330,16 @@ def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Param
 
 
 def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """Return the type that an annotation names, also one that is written as text, with the names of `namespace`; Any if
-    it cannot be evaluated."""
+    """Return the type that an annotation names. An annotation that is written as text is evaluated with the names of
+    `namespace`, and again if the result is a text. Returns Any if that fails."""
     if annotation is inspect.Parameter.empty:
         return Any
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, namespace)
-    except Exception:  # a NameError if the name is imported for type checkers only; a user's annotation may be wrong
-        return Any
+    # With `from __future__ import annotations`, an annotation in quotes is a text in a text.
+    for _ in range(2):
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, namespace)
+            # A NameError if the name is imported for type checkers only; a user's annotation may also be wrong.
+            except Exception:
+                return Any
+    return Any if isinstance(annotation, str) else annotation

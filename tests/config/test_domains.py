@@ -70,6 +70,26 @@ class Failing(AroundMixture):
         raise RuntimeError("no domains today")
 
 
+class Exiting(AroundMixture):
+    @classmethod
+    def domains(cls, **options: Any) -> dict[str, Any]:
+        raise SystemExit("no domains today")
+
+
+class Listing(AroundMixture):
+    @classmethod
+    def domains(cls, **options: Any) -> Any:
+        return {"one": {"weight": 1.0}}
+
+
+class Wrapping(AroundMixture):
+    kind_of = None  # type: ignore[assignment]
+
+    @classmethod
+    def wrapped(cls, **options: Any) -> Any:
+        raise SystemExit("nothing")
+
+
 def problems_around(name: str) -> list[ConfigProblem]:
     base: dict[str, Any] = {
         "run": {"name": "test"},
@@ -87,6 +107,10 @@ def test_domains_that_a_wrapper_hides_are_not_checked() -> None:
 
 
 def test_an_error_of_domains_is_a_problem_of_the_options() -> None:
-    assert problems_around("Failing") == [
-        ConfigProblem("env.options", "Failing refuses them: RuntimeError: no domains today")
-    ]
+    for name, message in [
+        ("Failing", "RuntimeError: no domains today"),
+        ("Exiting", "SystemExit: no domains today"),
+        ("Listing", "AttributeError: 'dict' object has no attribute 'max_new_tokens'"),
+        ("Wrapping", "SystemExit: nothing"),
+    ]:
+        assert problems_around(name) == [ConfigProblem("env.options", f"{name} refuses them: {message}")]

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ITSELF = "ITSELF"
+
+
 class Options:
     def __init__(
         self,
@@ -43,6 +46,8 @@ class Options:
         tensor: Tensor | None = None,
         wrong: len | None = None,
         untyped=None,
+        quoted: "int" = 0,  # noqa: UP037 - users write such annotations
+        endless: ITSELF = "",
     ) -> None: ...
 
 
@@ -70,10 +75,16 @@ class Wide(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.width < self.height:
             raise ConfigError(f"width must be at least height, but is {self.width}")
+        if self.width == 1000:
+            sys.exit("too wide")
 
 
 class TakesStruct:
     def __init__(self, options: Wide) -> None: ...
+
+
+class TakesQuotedStruct:
+    def __init__(self, options: "Wide") -> None: ...  # noqa: UP037 - users write such annotations
 
 
 class TakesStructAndMore:
@@ -232,7 +243,7 @@ def test_options_become_keyword_arguments_of_the_annotated_types():
     assert type(kwargs["scale"]) is float
 
 
-@pytest.mark.parametrize("key", ["place", "tensor", "wrong"])
+@pytest.mark.parametrize("key", ["place", "tensor", "wrong", "endless"])
 def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(key):
     assert check_options(Options, {"digits": 1, key: "x"}, "o")[key] == "x"
 
@@ -245,6 +256,7 @@ def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(
             "`o.digit`: Options has no such option; did you mean `digits`? (its options: `digits`, ",
         ),
         ({"digits": "2"}, '`o.digits`: expected an integer, got "2"'),
+        ({"digits": 1, "quoted": "2"}, '`o.quoted`: expected an integer, got "2"'),
         ({"digits": True}, "`o.digits`: expected an integer, got true"),
         ({"digits": 1, "scale": float("inf")}, "`o.scale`: expected a number, got Infinity"),
         ({"digits": 1, "kind": "x"}, '`o.kind`: expected "product" or "sum", got "x"'),
@@ -286,6 +298,10 @@ def test_the_fields_of_a_struct_are_its_options():
         check_options(Struct, {"items": []}, "o")
 
 
+def test_a_struct_may_be_named_in_quotes():
+    assert check_options(TakesQuotedStruct, {"width": 3}, "o") == {"options": Wide(width=3)}
+
+
 def test_a_class_may_take_all_options_in_one_struct_whose_construction_checks_them():
     assert check_options(TakesStruct, {"width": 3}, "o") == {"options": Wide(width=3)}
     with pytest.raises(ConfigError, match=r"^`o.width`: expected an integer, got \"3\"$"):
@@ -294,6 +310,8 @@ def test_a_class_may_take_all_options_in_one_struct_whose_construction_checks_th
         check_options(TakesStruct, {"widht": 3}, "o")
     with pytest.raises(ConfigError, match=r"^`o`: TakesStruct refuses them: width must be at least height, but is 0$"):
         check_options(TakesStruct, {"width": 0}, "o")
+    with pytest.raises(ConfigError, match=r"^`o`: TakesStruct refuses them: SystemExit: too wide$"):
+        check_options(TakesStruct, {"width": 1000}, "o")
 
 
 def test_a_struct_beside_other_arguments_is_an_option_like_any_other():
