@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from flash.environment.interface import HELD_OUT
 from flash.errors import ConfigError
+from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import PROBLEMS, rehearse
 from flash.samples.tasks import SEED_STRIDE
 from flash.sampling import Sampling
@@ -49,10 +51,10 @@ class Stage:
         self.closed += 1
 
 
-def played(stage: Stage, run_seed: int = 0) -> Trajectory:
+def played(stage: Stage, run_seed: int = 0, settings: EpisodeSettings = SETTINGS) -> Trajectory:
     async def go() -> Trajectory:
         return await rehearse(
-            *(CharTokenizer(), lambda kind: stage, str, SETTINGS),
+            *(CharTokenizer(), lambda kind: stage, str, settings),
             samplings={"": Sampling(temperature=0.7)},
             run_seed=run_seed,
             now=anyio.current_time,
@@ -89,3 +91,11 @@ def test_an_environment_that_always_fails_is_refused_with_its_reason(place: str,
     with pytest.raises(ConfigError, match=rf"cannot be played; {PROBLEMS} problems were tried.*{said}"):
         played(stage)
     assert stage.closed == PROBLEMS
+
+
+def test_a_problem_of_a_domain_is_played_for_one_turn_under_its_limits() -> None:
+    own = msgspec.structs.replace(SETTINGS, max_turns=4)
+    stage = Stage(endless=True)
+    settings = msgspec.structs.replace(SETTINGS, domains={"0": own})
+    trajectory = played(stage, settings=settings)
+    assert len(trajectory.turns) == 1

@@ -53,21 +53,22 @@ async def rehearse(
         tokenizer: the model's tokenizer.
         make_env: makes an environment for a kind of problems.
         kind_of: returns the kind of the problem of a seed.
-        settings: limits and deadlines of the run; only one turn is played.
+        settings: limits and deadlines of the run and of its domains; only one turn is played.
         samplings: sampling settings by kind, of which an agent is told; those under the empty name hold for all other
             kinds.
         run_seed: the run's seed, from which the seeds of its training problems follow.
-        now: returns the present time in Unix seconds.
+        now: returns the present time in seconds, on any clock.
 
     Raises:
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
+        FlashError: `kind_of` has raised it.
     """
-    settings = msgspec.structs.replace(settings, max_turns=1)
-    player = EpisodePlayer(make_env, tokenizer, Echo(), settings, Phases(), now=now)
     first = run_seed * SEED_STRIDE
     failures: list[Failure] = []
     for number in range(PROBLEMS):
         kind = kind_of(first + number)
+        own = msgspec.structs.replace(settings.for_kind(kind), max_turns=1)
+        player = EpisodePlayer(make_env, tokenizer, Echo(), own, Phases(), now=now)
         sampling = samplings.get(kind, samplings[""])
         task = Task(number, number, 0, first + number, kind=kind, sampling=sampling)
         played = await player.play(Lease(number, task, 0), EpisodeProgress())
