@@ -1,8 +1,9 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
-Episodes (`flash.rollout.episode.episode.EpisodePlayer`) and the dry run make every call of an environment through
-`make_environment`, `call_method` and `check_returned`. The agents and verifiers of `envs` are called with `UserTask`
-directly. All of this runs on the event loop of a node loop or of a command.
+Episodes (`flash.rollout.episode.episode.EpisodePlayer`, which also plays those of the dry run) make every call of an
+environment through `make_environment`, `call_method` and `check_returned`. Classmethods and the examples of a tiny
+model are called inside `typed_errors`. The agents and verifiers of `envs` are called with `UserTask` directly. All of
+this runs on the event loop of a node loop or of a command, and `typed_errors` also without a loop.
 
 Invariants: the code runs in an asyncio task of its own and in no task group, so that an exception of the code ends only
 the call. A call that does not end by its deadline is cancelled. Code may catch the cancellation (*swallow* it) and go
@@ -18,7 +19,7 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -26,7 +27,7 @@ import anyio
 
 from flash.environment.places import awaited_coroutines, is_logged, lines_awaited, place_in, place_of
 from flash.environment.threaded import Threaded
-from flash.errors import EnvError, RewardError
+from flash.errors import EnvError, FlashError, RewardError
 from flash.foreign.abandoned import are_delivering, disarm, keep_for_ever, scopes_within, unregister
 from flash.waiting import first_error
 
@@ -333,6 +334,28 @@ def make_environment(call_name: str, make: Callable[[], _T]) -> _T:
         return make()
     except BaseException as error:  # a user's constructor may raise anything, such as SystemExit
         raise _failure(call_name, error) from error
+
+
+@contextmanager
+def typed_errors(call_name: str) -> Generator[None]:
+    """Turn each exception that the block raises into an EnvError. The block calls a method of an environment outside of
+    an episode, such as a classmethod about the problems.
+
+    Errors of Flash pass unchanged: such a method raises a ConfigError to say which option or row is wrong. A
+    cancellation and the user's interrupt pass, too.
+
+    Args:
+        call_name: name of the call in errors, such as `kind_of (seed 5)`.
+
+    Raises:
+        EnvError: the block raised anything else. The error names the line.
+    """
+    try:
+        yield
+    except (FlashError, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's method may raise anything, such as SystemExit
+        raise EnvError(f"environment {call_name} raised {describe_error(error)}") from error
 
 
 def _failure(call_name: str, error: BaseException) -> EnvError:

@@ -4,17 +4,22 @@ Each process that needs the environment makes one `LoadedEnvironment`: the node 
 hub asks it for the kinds of problems. The optional methods of a class are described in `flash.environment.interface`.
 If a class wraps another one, `class_with` finds the outermost class that has a method, with the arguments of that
 class.
+
+Invariant: whatever these methods of a user's class raise or return, the caller gets the declared type or an error of
+Flash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from flash.config.objects import check_options, class_with, load_environment
-from flash.environment.interface import Domain, Domains, Environment, Prepared
+from flash.environment.calls import typed_errors
+from flash.environment.interface import Domain, Domains, Environment, Informed, Prepared
+from flash.environment.results import shown
 from flash.environment.threaded import wrap
+from flash.errors import EnvError
 
 
 class LoadedEnvironment:
@@ -31,6 +36,8 @@ class LoadedEnvironment:
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
         self._class: Any = load_environment(path)
         self._kwargs = check_options(self._class, options, "env.options")
+        self._found: dict[str, tuple[type[Any], dict[str, Any]] | None] = {}
+        """Results of `_class_with` so far, by method, because a wrapping class may take long to name the inner one."""
 
     def make(self, kind: str = "") -> Environment:
         """Return an environment for one episode. If its methods are blocking, they run in threads (`wrap`).
@@ -40,30 +47,44 @@ class LoadedEnvironment:
         """
         return wrap(self._class(**self._kwargs))
 
+    @property
+    def is_informed(self) -> bool:
+        """True if the environment gets a view of its episode, with the token ids of the responses."""
+        return isinstance(self._class, Informed)
+
     async def prepare(self) -> None:
         """Open the resources that the episodes of a node share, if the class has any. The node calls this once, before
-        it starts its engines."""
+        it starts its engines.
+
+        Raises:
+            FlashError: the class has raised it, or an EnvError in place of another exception.
+        """
         if isinstance(self._class, Prepared):
-            await self._class.prepare(**self._kwargs)
+            with typed_errors("prepare"):
+                await self._class.prepare(**self._kwargs)
 
     def kind_of(self, seed: int) -> str:
         """Return the kind of the problem of a seed; an empty name if the class has one kind only.
 
-        The hub calls this for each problem that it issues.
+        The hub calls this for each problem that it issues. Raises the errors of `_ask`.
         """
-        if self._kinds is None:
-            return ""
-        cls, kwargs = self._kinds
-        return cls.kind_of(seed, **kwargs)
+        return self._ask("kind_of", (str,), seed) or ""
 
     def domains(self) -> dict[str, Domain]:
         """Return the domains of the problems, by kind; empty if the class has none. The hub and each node call this at
-        their start."""
+        their start. Raises the errors of `_ask`."""
         # Only the class that names the kinds can have their domains: another class would use other names.
-        if self._kinds is None or not isinstance(self._kinds[0], Domains):
+        found = self._class_with("kind_of")
+        if found is None or not isinstance(found[0], Domains):
             return {}
-        cls, kwargs = self._kinds
-        return cls.domains(**kwargs)
+        domains = cast("dict[object, object]", self._ask("domains", (dict,), of="kind_of"))
+        for name, domain in domains.items():
+            if not isinstance(name, str) or not isinstance(domain, Domain):
+                raise EnvError(
+                    "environment domains must map the names of kinds to flash.environment.Domain, but holds "
+                    f"{shown(name)}: {shown(domain)}"
+                )
+        return cast("dict[str, Domain]", domains)
 
     @property
     def is_collected(self) -> bool:
@@ -72,26 +93,51 @@ class LoadedEnvironment:
         Held-out problems are the problems of evaluations, which are never trained. Callers of `held_out_problems` ask
         this first, since it reads no data set.
         """
-        return class_with("held_out_problems", self._class, self._kwargs) is not None
+        return self._class_with("held_out_problems") is not None
 
     def held_out_problems(self) -> int | None:
         """Return the number of held-out problems; None if there is no limit. May read a data set.
 
-        Runs and commands limit `eval.problems` to it at their start.
+        Runs and commands limit `eval.problems` to it at their start. Raises the errors of `_ask`.
         """
-        if (found := class_with("held_out_problems", self._class, self._kwargs)) is None:
-            return None
-        cls, kwargs = found
-        return cls.held_out_problems(**kwargs)
+        return self._ask("held_out_problems", (int, type(None)))
 
     def solution_of(self, seed: int) -> str | None:
-        """Return the known answer to the problem of a seed; None if the class has none. The dry run tries it."""
-        if (found := class_with("solution_of", self._class, self._kwargs)) is None:
+        """Return the known answer to the problem of a seed; None if the class has none. The dry run tries it. May read
+        a data set. Raises the errors of `_ask`."""
+        return self._ask("solution_of", (str, type(None)), seed)
+
+    def _ask(self, method: str, types: tuple[type, ...], *seed: int, of: str | None = None) -> Any:
+        """Call a classmethod about the problems, and return its result; None if no class has the method.
+
+        Args:
+            method: name of the method.
+            types: the types that its result may have.
+            seed: seed of the problem, if the method is about one problem.
+            of: name of another method; the class that has it is asked. None: the class that has `method`.
+
+        Raises:
+            FlashError: the method has raised it.
+            EnvError: the method has raised another exception, or its result has another type.
+        """
+        if (found := self._class_with(of or method)) is None:
             return None
         cls, kwargs = found
-        return cls.solution_of(seed, **kwargs)
+        call = f"{method} (seed {seed[0]})" if seed else method
+        with typed_errors(call):
+            value = getattr(cls, method)(*seed, **kwargs)
+        if not isinstance(value, types):
+            names = " or ".join("None" if one is type(None) else one.__name__ for one in types)
+            raise EnvError(f"environment {call} must return {names}, but returned {shown(value)}")
+        return value
 
-    @cached_property
-    def _kinds(self) -> tuple[Any, dict[str, Any]] | None:
-        """Class that has `kind_of`, with its keyword arguments; None if no class has it."""
-        return class_with("kind_of", self._class, self._kwargs)
+    def _class_with(self, method: str) -> tuple[type[Any], dict[str, Any]] | None:
+        """Return the class that has a method, with its keyword arguments; None if no class has it.
+
+        Raises:
+            FlashError: the method `wrapped` of a class has raised it, or an EnvError in place of another exception.
+        """
+        if method not in self._found:
+            with typed_errors("wrapped"):
+                self._found[method] = class_with(method, self._class, self._kwargs)
+        return self._found[method]

@@ -78,7 +78,7 @@ class RolloutNode:
             died.
         tokenizer: the model's tokenizer.
         env: environment of the episodes.
-        now: Unix seconds on the loop's clock.
+        now: clock of Unix seconds, which also runs while the loop is blocked.
         on_loss: called when the hub is lost; the owner then has to `move` the node to the next hub. None: the node ends
             with its hub.
         status_s: seconds between two status reports; None: no reports.

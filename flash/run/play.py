@@ -27,7 +27,7 @@ from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import BufferRules, ProblemKinds
-from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, VersionRun
+from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
 from flash.waiting import deadline
 
 _log = logging.getLogger(__name__)
@@ -102,22 +102,10 @@ os.register_at_fork(after_in_child=_loop.cache_clear)
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     """Prepare the environment and play the episode, for `play`, on the loop of `_loop`. Raises the errors of `play`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
-    problems = ProblemKinds.of(config, env.kind_of, env.domains())
-    settings = msgspec.structs.replace(
-        EpisodeSettings.of_run(config, problems.domains),
-        max_length=NO_LIMIT,
-        max_tokens=NO_LIMIT * config.rollout.max_branches,
-    )
-    kind = env.kind_of(seed)
-    samplings = BufferRules.of(config, problems.domains).samplings()
-    split = "eval" if is_held_out(seed) else "train"
-    # An agent gets these sampling settings with its problem, although nothing is sampled here.
-    task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=samplings.get(kind, samplings[""]))
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
-        player = EpisodePlayer(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
-        result = await player.play(Lease(0, task, 0), EpisodeProgress())
+        result = await play_answers(config, env, answers, seed)
     if isinstance(result, Failure):
         raise EnvError(result.message)
     turns = result.turns
@@ -128,6 +116,40 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
         [turn.note for turn in turns],
         result.outcome is Outcome.TRUNCATED,
     )
+
+
+async def play_answers(
+    config: Config, env: LoadedEnvironment, answers: Sequence[str], seed: int, *, one_turn: bool = False
+) -> Trajectory | Failure:
+    """Play one episode in which these texts are the model's responses, one after the other. Returns its result.
+
+    `flash.play` calls this, and the dry run, which gives the own answer of a problem.
+
+    Args:
+        config: its `[rollout]` and `[deadlines]` are used.
+        env: the environment, whose `prepare` has been called.
+        answers: one for each turn.
+        seed: seed of the problem.
+        one_turn: True if the episode is cut off after its first turn.
+
+    Raises:
+        FlashError: the environment's classmethods about its problems have failed, or its domains are invalid.
+    """
+    problems = ProblemKinds.of(config, env.kind_of, env.domains())
+    kind = env.kind_of(seed)
+    settings = msgspec.structs.replace(
+        EpisodeSettings.of_run(config, problems.domains).for_kind(kind),
+        max_length=NO_LIMIT,
+        max_tokens=NO_LIMIT * config.rollout.max_branches,
+    )
+    if one_turn:
+        settings = msgspec.structs.replace(settings, max_turns=1)
+    samplings = BufferRules.of(config, problems.domains).samplings()
+    split = "eval" if is_held_out(seed) else "train"
+    # An agent gets these sampling settings with its problem, although nothing is sampled here.
+    task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=samplings.get(kind, samplings[""]))
+    player = EpisodePlayer(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
+    return await player.play(Lease(0, task, 0), EpisodeProgress())
 
 
 class _Answers:

@@ -1,9 +1,11 @@
+import re
+
 import pytest
 
 from envs.arithmetic import Arithmetic
 from flash.environment import Environment
 from flash.environment.load import LoadedEnvironment
-from flash.errors import ConfigError
+from flash.errors import ConfigError, EnvError
 
 prepared = []
 
@@ -89,3 +91,82 @@ async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing
 def test_a_wrong_path_or_option_is_refused_when_it_is_loaded(path, options, message):
     with pytest.raises(ConfigError, match=message):
         LoadedEnvironment(path, options)
+
+
+class Failing(Plain):
+    """An environment whose classmethods raise or return what they may not."""
+
+    @classmethod
+    def _ask(cls, fault):
+        if fault == "exits":
+            raise SystemExit(3)
+        if fault == "config":
+            raise ConfigError("row 3 has no answer")
+        return b"seven"
+
+    def __init__(self, fault=""):
+        pass
+
+    @classmethod
+    async def prepare(cls, fault=""):
+        cls._ask(fault)
+
+    @classmethod
+    def kind_of(cls, seed, fault=""):
+        return cls._ask(fault)
+
+    @classmethod
+    def domains(cls, fault=""):
+        return {"seven": cls._ask(fault)}
+
+    @classmethod
+    def held_out_problems(cls, fault=""):
+        return cls._ask(fault)
+
+    @classmethod
+    def solution_of(cls, seed, fault=""):
+        return cls._ask(fault)
+
+
+class Around(Plain):
+    def __init__(self):
+        pass
+
+    @classmethod
+    def wrapped(cls):
+        raise SystemExit("nothing is wrapped")
+
+
+def asked(fault):
+    loaded = LoadedEnvironment(f"{__name__}:Failing", {"fault": fault})
+    return {
+        "kind_of (seed 7)": lambda: loaded.kind_of(7),
+        "domains": loaded.domains,
+        "held_out_problems": loaded.held_out_problems,
+        "solution_of (seed 7)": lambda: loaded.solution_of(7),
+    }
+
+
+def test_what_a_classmethod_raises_is_an_error_that_names_the_call():
+    for name, call in asked("exits").items():
+        with pytest.raises(EnvError, match=rf"environment {re.escape(name)} raised SystemExit: 3 \(.*test_load.py:"):
+            call()
+    for call in asked("config").values():
+        with pytest.raises(ConfigError, match=r"^row 3 has no answer$"):
+            call()
+    with pytest.raises(EnvError, match="environment wrapped raised SystemExit: nothing is wrapped"):
+        LoadedEnvironment(f"{__name__}:Around", {}).kind_of(7)
+
+
+def test_what_a_classmethod_returns_has_the_promised_type():
+    for name, call in asked("").items():
+        with pytest.raises(EnvError, match=rf"environment {re.escape(name)} must .* b'seven' of type bytes"):
+            call()
+
+
+@pytest.mark.anyio
+async def test_what_prepare_raises_is_an_error_that_names_it():
+    with pytest.raises(EnvError, match="environment prepare raised SystemExit: 3"):
+        await LoadedEnvironment(f"{__name__}:Failing", {"fault": "exits"}).prepare()
+    with pytest.raises(ConfigError, match=r"^row 3 has no answer$"):
+        await LoadedEnvironment(f"{__name__}:Failing", {"fault": "config"}).prepare()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -122,12 +123,12 @@ def test_a_dry_run_has_vllm_check_its_arguments_with_the_gpus_of_an_engine(
 class SleepsInStep:
     """Blocking environment whose step takes too long, and whose close fails."""
 
-    def reset(self, seed: int) -> str:
-        return "asks"
+    def reset(self, seed: int) -> Any:
+        return "asks", {}
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str) -> Any:
         time.sleep(0.5)
-        return "", 1.0, True
+        return "", 1.0, True, False, {}
 
     def close(self) -> None:
         raise RuntimeError("cannot be closed")
@@ -144,5 +145,72 @@ async def test_a_dry_run_names_the_line_that_hangs_and_an_error_of_close() -> No
     assert "environment close (seed 0) raised RuntimeError: cannot be closed" in line
     config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, env_step=0.1))
     (line,) = await try_own_answer(config, env, 0)
-    assert "environment step (seed 0) took longer than 0.1 s, at " in line
+    assert "environment step 1 (seed 0) took longer than 0.1 s, at " in line
     assert "test_startup.py:" in line
+
+
+class Judge:
+    """Environment with a fault that only the problem's own answer or the class's methods show; counts its episodes."""
+
+    open: ClassVar[int] = 0
+
+    def __init__(self, fault: str = "") -> None:
+        self._fault = fault
+        if fault == "start":
+            raise SystemExit("no licence")
+        Judge.open += 1
+
+    async def reset(self, seed: int) -> Any:
+        return "asks", {}
+
+    async def step(self, action: str) -> Any:
+        if self._fault == "step":
+            return "x"
+        reward = {"reward": None, "nan": math.nan, "text": "1.0"}.get(self._fault, 1.0)
+        return "", reward, True, False, {}
+
+    async def close(self) -> None:
+        Judge.open -= 1
+
+    @classmethod
+    def solution_of(cls, seed: int, fault: str = "") -> Any:
+        if fault == "raises":
+            raise KeyError("no column")
+        if fault == "exits":
+            raise SystemExit(3)
+        return 42 if fault == "number" else "42"
+
+
+class InformedJudge(Judge):
+    def inform(self, episode: Any) -> None: ...
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", "own answer '42' as the answer gets reward 1"),
+        ("reward", "fails: .*the reward must be a finite number, but is None"),
+        ("nan", "fails: .*the reward must be a finite number, but is nan"),
+        ("text", r"fails: .*return float\(…\) of it"),
+        ("step", r"fails: .*step\(\) must return \(observation, reward"),
+        ("start", r"fails: environment start \(seed 5\) raised SystemExit: no licence"),
+        (
+            "raises",
+            r"cannot be tried: environment solution_of \(seed 5\) raised KeyError: 'no column' \(.*test_startup",
+        ),
+        ("exits", r"cannot be tried: environment solution_of \(seed 5\) raised SystemExit: 3"),
+        ("number", r"cannot be tried: .*solution_of \(seed 5\) must return str or None, but returned 42 of type int"),
+    ],
+)
+async def test_a_fault_that_the_own_answer_of_a_problem_shows_is_a_line_of_the_dry_run(fault: str, said: str) -> None:
+    (line,) = await try_own_answer(make_config(), LoadedEnvironment(f"{__name__}:Judge", {"fault": fault}), 5)
+    assert re.search(said, line)
+    assert Judge.open == 0
+
+
+@pytest.mark.anyio
+async def test_a_dry_run_makes_no_environment_that_expects_tokens_for_a_text() -> None:
+    env = LoadedEnvironment(f"{__name__}:InformedJudge", {})
+    assert await try_own_answer(make_config(), env, 5) == []
+    assert Judge.open == 0

@@ -38,10 +38,14 @@ class Odd:
 
     def __init__(self, what="no text"):
         self.what = what
+        if what == "exits":
+            raise SystemExit("no data")
 
     def solved_examples(self, count, seed):
         if self.what == "raises":
             raise KeyError("primer")
+        if self.what == "raises later" and seed:
+            raise KeyError(seed)
         right = [SolvedExample("a", "b")] * count
         return {
             "none": None,
@@ -294,7 +298,9 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, m
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("raises", "its examples or its alphabet raised KeyError: 'primer'"),
+        ("raises", r"environment solved_examples raised KeyError: 'primer' \(.*test_tiny_model.py:"),
+        ("exits", "environment start raised SystemExit: no data"),
+        ("raises later", "environment solved_examples raised KeyError: 1"),
         ("no text", r"alphabet\(\) must return a text of all characters, but returned \['a', 'b'\]"),
         ("no letters", r"alphabet\(\) must return a text of all characters, but returned ''"),
         ("half a letter", r"alphabet\(\) must return a text of all characters, but returned 'ab"),

@@ -22,11 +22,9 @@ from flash.config.check_learning import why_not_streamed
 from flash.config.machine import count_gpus
 from flash.config.models import hub_models, other_models
 from flash.config.tree import Config
-from flash.environment.calls import call_method
-from flash.environment.interface import Informed
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
-from flash.errors import ConfigError, EnvError
+from flash.errors import ConfigError, FlashError
 from flash.foreign import vllm
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import rehearse
@@ -35,12 +33,13 @@ from flash.rollout.vllm.start import configure, engine_environment, ready_tokeni
 from flash.run.fetch import described, source_of, why_not_there
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import limit_held_out_problems
+from flash.run.play import play_answers
 from flash.run.processes.supervisor import say
 from flash.samples.rules import BufferRules, ProblemKinds
 from flash.trainer.model import from_gguf
 from flash.trainer.model.tiny_model import is_current, save_tokenizer
 from flash.trainer.objective import try_objective
-from flash.types import Trajectory
+from flash.types import Failure, Trajectory
 from flash.waiting import deadline
 
 SHOWN = 200
@@ -138,27 +137,25 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     """Let the environment judge the problem's own answer, if it has one. Returns the lines that are shown to the user.
 
     If even this answer gets no reward, the verifier probably does not fit the data, and a run would learn nothing.
+    Errors of the environment's code become a line, too. `seed` is the seed of the problem.
     """
-    solution = await anyio.to_thread.run_sync(env.solution_of, seed)
-    if solution is None:
-        return []
-    made, limits = env.make(env.kind_of(seed)), config.deadlines
-    if isinstance(made, Informed):  # such an environment expects token ids, and here there are none
+    try:
+        with deadline(config.deadlines.env_reset, "the problem's own answer", "the environment's `solution_of`"):
+            # This may read a data set. The deadline can end only the wait for the thread.
+            solution = await anyio.to_thread.run_sync(env.solution_of, seed, abandon_on_cancel=True)
+    except FlashError as error:
+        return [f"environment: the problem's own answer cannot be tried: {error}"]
+    if solution is None or env.is_informed:  # an informed environment expects token ids, and here there are none
         return []
     subject = f"environment: the problem's own answer {_short(solution)} as the answer"
-    try:
-        try:
-            reset, step = partial(made.reset, seed), partial(made.step, solution)
-            await call_method(f"reset (seed {seed})", limits.env_reset, "env_reset", reset, env=made)
-            _, reward, *_ = await call_method(f"step (seed {seed})", limits.env_step, "env_step", step, env=made)
-        finally:
-            await call_method(f"close (seed {seed})", limits.close, "close", made.close, env=made, shield=True)
-    except EnvError as error:
-        return [f"{subject} fails: {error}"]
+    played = await play_answers(config, env, [solution], seed, one_turn=True)
+    if isinstance(played, Failure):
+        return [f"{subject} fails: {played.message}"]
+    reward = played.turns[0].reward
     if reward > 0:
         return [f"{subject} gets reward {reward:g}"]
     doubt = "perhaps no answer is ever rewarded; see that the verifier fits the column with the answers"
-    return [f"{subject} gets reward {reward:g}: {doubt} (tests for programs are no answers)"]
+    return [f"{subject} gets reward {reward:g}: {doubt}; if the column holds tests for programs, this is no fault"]
 
 
 def other_problem(played: Trajectory, again: Trajectory) -> list[str]:

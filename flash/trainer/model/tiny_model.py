@@ -32,7 +32,7 @@ import msgspec
 
 from flash.config.objects import check_options, load_object
 from flash.config.tree import TinyModelConfig
-from flash.environment.calls import describe_error
+from flash.environment.calls import typed_errors
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.environment.results import check_letters, check_solved_examples
 from flash.errors import ConfigError, EnvError
@@ -254,19 +254,52 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
         ConfigError: the environment offers no examples, or its examples or alphabet are not usable.
     """
     kind = load_object(env_path)
-    env = kind(**check_options(kind, env_options, "env.options"))
+    kwargs = check_options(kind, env_options, "env.options")
+    with _config_errors(env_path, "start"):
+        env = kind(**kwargs)
     if not isinstance(env, WarmStart):
         raise ConfigError(
             f"{env_path} offers no solved examples, which a tiny model learns from; give it the methods "
             "solved_examples and alphabet (see flash.environment.WarmStart), or set model.path to an existing model"
         )
+    source = _CheckedExamples(env_path, env)
+    source.solved_examples(CHECKED_EXAMPLES, 0)
+    return source
+
+
+class _CheckedExamples:
+    """The solved examples of a user's environment. Each method returns usable values, or raises a ConfigError.
+
+    Args:
+        path: the environment's `module:Class`, for the errors.
+        env: the environment.
+    """
+
+    def __init__(self, path: str, env: WarmStart) -> None:
+        self._path = path
+        self._env = env
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """Return `count` examples, whose characters are all in the alphabet. Raises ConfigError if they are wrong."""
+        with _config_errors(self._path, "solved_examples"):
+            examples = self._env.solved_examples(count, seed)
+            check_solved_examples(self._env.alphabet(), examples, count)
+            return examples
+
+    def alphabet(self) -> str:
+        """Return all characters of the examples. Raises ConfigError if the user's method raises an exception."""
+        with _config_errors(self._path, "alphabet"):
+            return self._env.alphabet()
+
+
+@contextlib.contextmanager
+def _config_errors(path: str, call_name: str) -> Generator[None]:
+    """Turn each exception of a call of the environment `path` into a ConfigError. `call_name` names the call in it."""
     try:
-        check_solved_examples(env.alphabet(), env.solved_examples(CHECKED_EXAMPLES, 0), CHECKED_EXAMPLES)
-    except Exception as error:  # the code of an environment may raise anything
-        raised = f"its examples or its alphabet raised {describe_error(error)}"
-        problem = str(error) if isinstance(error, EnvError) else raised
-        raise ConfigError(f"env.path: {env_path}: {problem}") from error
-    return env
+        with typed_errors(call_name):
+            yield
+    except EnvError as error:
+        raise ConfigError(f"env.path: {path}: {error}") from error
 
 
 def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
