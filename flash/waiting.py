@@ -1,4 +1,4 @@
-"""Helpers for the event loop: deadlines whose errors name the awaited event, long work in slices, and task groups.
+"""Helpers for waiting: deadlines whose errors name the awaited event, long work in slices, task groups, and pools.
 
 All asynchronous parts of Flash use them. A wait gets a deadline with `deadline`. Work that takes long is a generator,
 which yields after each slice, so that the event loop can run other tasks in between (`run_in_slices`).
@@ -10,6 +10,7 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -97,6 +98,21 @@ def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         return anyio.run(function, *args)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(anyio.run, function, *args).result()
+
+
+@contextmanager
+def worker_deaths_named(work: str) -> Generator[None]:
+    """Raise a FlashError in place of the error of a pool of processes of which one has died. The block uses the pool.
+
+    `work`: the work of the processes, as a phrase with a verb for the error, such as `tokenizes the rows`.
+    """
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise FlashError(
+            f"a process that {work} has ended before its work was done: lines above may say why; without such lines "
+            "memory has probably run out (see dmesg)"
+        ) from error
 
 
 @asynccontextmanager

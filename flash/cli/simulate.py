@@ -34,6 +34,7 @@ from flash.simulate.bounds import bounds, quantities
 from flash.simulate.calibrate import calibrate
 from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.world import simulate
+from flash.waiting import worker_deaths_named
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -237,7 +238,8 @@ def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) ->
         return
     workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     # Workers are spawned, not forked: a fork would copy the threads and locks of the caller.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    with worker_deaths_named("simulates a run"), pool, _workers_end_with_us():
         with _interrupts_held_back():
             results = pool.map(function, items)
         yield from results

@@ -45,6 +45,7 @@ from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.service import tools
 from flash.service.fields import ApiError
 from flash.types import ASSISTANT, Batch, Message, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.waiting import worker_deaths_named
 
 PARALLEL_FROM = 2000
 """Number of rows from which several processes tokenize. Their start takes some five seconds."""
@@ -342,15 +343,22 @@ def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Genera
     """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
 
     Yields the chunks in the order of the rows.
+
+    Raises:
+        ConfigError: the model has no usable tokenizer (`HfTokenizer`, `HfTokenizer.ready`).
+        FlashError: a process has died.
     """
-    first = list(islice(examples, PARALLEL_FROM))
+    if not (first := list(islice(examples, PARALLEL_FROM))):
+        return
+    # With many rows this process only checks the tokenizer: an error in the start of a worker would break the pool.
+    tokenizer = HfTokenizer(model).ready()
     if len(first) < PARALLEL_FROM:
-        if first:
-            yield _tokenize_chunk(first, HfTokenizer(model).ready(), model.max_length)
+        yield _tokenize_chunk(first, tokenizer, model.max_length)
         return
     cores = len(os.sched_getaffinity(0))
     chunks = _chunks(chain(first, examples))
-    with ProcessPoolExecutor(cores, get_context("spawn"), _begin_worker, (model,)) as pool:
+    pool = ProcessPoolExecutor(cores, get_context("spawn"), _begin_worker, (model,))
+    with worker_deaths_named("tokenizes the rows"), pool:
         try:
             # At most two chunks per process are read ahead, so that a large file is never in memory as a whole.
             waiting = deque(pool.submit(_tokenize_in_worker, chunk) for chunk in islice(chunks, 2 * cores))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,14 @@ from flash.config.load import dump, load, load_checked
 from flash.config.tree import Config, ModelConfig
 from flash.data.shapes import example_of
 from flash.data.tables import read_rows
-from flash.errors import ConfigError
+from flash.errors import ConfigError, FlashError
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.run.checks.preflight import sft_problems
 from flash.run.sft_rank import other_rows
 from flash.run.sft_rows import PARALLEL_FROM, Course, CourseTokens, TokenRow, TokenTable, read_tokens, tokenize_row
 from flash.trainer.checkpoint_files import HUB_STATE, MANIFEST, Manifest, file_entry
 from flash.types import Message
+from flash.waiting import worker_deaths_named
 from tests.rollout.families import FAMILIES, family
 
 CHATML = (
@@ -201,6 +205,21 @@ def test_many_rows_are_tokenized_by_processes_as_one_would_and_in_order(tmp_path
     assert [other.row(place) for place in range(40)] == [one.row(place) for place in range(40)]
     tokenizer = HfTokenizer(many.model)
     assert f"n{PARALLEL_FROM + 39}" in tokenizer.decode(other.row(PARALLEL_FROM + 39).sequences[0].tokens)
+
+
+def test_a_fault_of_the_tokenizer_is_one_error_for_few_rows_and_for_many(tmp_path: Path) -> None:
+    for rows in (40, PARALLEL_FROM):
+        config = config_of(tmp_path / str(rows), "model.chat_template_kwargs.enable_thinking=false", rows=rows)
+        with pytest.raises(ConfigError, match=r"model.chat_template_kwargs: the chat template of .* never reads"):
+            tokens_of(config)
+
+
+@pytest.mark.integration
+def test_the_death_of_a_process_of_a_pool_is_an_error_that_names_its_work() -> None:
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    died = pytest.raises(FlashError, match="a process that tokenizes the rows has ended before its work was done")
+    with died, worker_deaths_named("tokenizes the rows"), pool:
+        pool.submit(os._exit, 1).result()
 
 
 def test_rows_in_tokens_are_written_and_mapped(tmp_path: Path) -> None:
