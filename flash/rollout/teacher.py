@@ -68,6 +68,9 @@ class ServedTeacher:
         url: address of the server (`algorithm.teacher.url`).
         seconds: time limit of an answer in seconds, over all tries (`deadlines.env_step`).
         transport: used in place of the network, for tests.
+
+    Raises:
+        ConfigError: `url` is no address.
     """
 
     def __init__(self, url: str, seconds: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -75,7 +78,10 @@ class ServedTeacher:
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self._turns = anyio.Semaphore(MAX_CONNECTIONS)
         """Limits how many requests run at the same time. The time limit of a request starts after this wait."""
-        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport)
+        try:
+            self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"algorithm.teacher.url: {url!r} is no address: {error}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""

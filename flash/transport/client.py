@@ -27,7 +27,7 @@ import msgspec
 from anyio.abc import SocketStream
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from flash.errors import DeadlineError, PeerLostError, TransportError, error_of
+from flash.errors import ConfigError, DeadlineError, PeerLostError, TransportError, error_of
 from flash.transport.auth import check_token, prove_to_server
 from flash.transport.frames import (
     Frame,
@@ -69,6 +69,7 @@ async def connect(
         server: name of the server in error messages.
 
     Raises:
+        ConfigError: `host` cannot be the name of a host.
         PeerLostError: no process listens there, or it has ended meanwhile.
         TransportError: the server does not prove the token, or refuses our proof.
         DeadlineError: connecting took too long.
@@ -105,6 +106,8 @@ async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: f
         raise PeerLostError(f"cannot connect to {where}: {cause}; {hint}") from error
     except DeadlineError:
         raise  # The message names the server already.
+    except UnicodeError as error:
+        raise ConfigError(f"cannot connect to {where}: {host!r} is no possible name of a host: {error}") from error
     except TransportError as error:
         raise type(error)(f"no connection to {where}: {error}") from error
 

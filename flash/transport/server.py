@@ -198,7 +198,7 @@ async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
     """Return listeners on an address. Raises a ConfigError that says why the address cannot be used."""
     try:
         return await anyio.create_tcp_listener(local_host=host, local_port=port)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: the text is no possible name of a host
         raise ConfigError(f"cannot listen at {host}:{port}: no such host; name an address of this machine") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

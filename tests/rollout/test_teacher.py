@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -213,3 +214,9 @@ def test_a_run_whose_teacher_refuses_ends_and_says_so() -> None:
     error = first_error(raised.value)
     assert isinstance(error, BreakerError)
     assert "HTTP 401: who are you" in str(error)
+
+
+@pytest.mark.parametrize("url", ["http://büro..x:1/v1", "http://[::1"])
+def test_a_text_that_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.teacher.url: '{re.escape(url)}' is no address"):
+        ServedTeacher(url, SECONDS)

@@ -93,6 +93,16 @@ def test_a_hub_host_that_leads_nowhere_is_refused(tmp_path: Path, nodes: int) ->
     assert "no such host" in told
 
 
+@pytest.mark.parametrize("host", ["büro..x", "ü" * 70, "a" * 300])
+@pytest.mark.parametrize("port", [0, 29511])
+def test_a_text_that_no_host_can_have_as_its_name_is_refused_once(tmp_path: Path, host: str, port: int) -> None:
+    for nodes in (1, 2):
+        cluster = {"hub_host": host, "hub_port": port, "nodes": nodes}
+        (found,) = start_problems(make_config(tmp_path, cluster=cluster))
+        assert found.key == "cluster.hub_host"
+        assert host in found.message
+
+
 def test_in_a_job_of_one_node_the_hub_host_is_this_machine(tmp_path: Path) -> None:
     # An address for documentation (RFC 5737), which no machine has.
     assert "cannot listen at 192.0.2.1:0" in problem(make_config(tmp_path, cluster={"hub_host": "192.0.2.1"}))

@@ -181,6 +181,13 @@ async def test_nobody_listening_is_said_with_host_and_port():
             pytest.fail("connected")
 
 
+@pytest.mark.parametrize("host", ["büro..x", "ü" * 70])
+async def test_a_text_that_no_host_can_have_as_its_name_is_refused(host: str):
+    with pytest.raises(ConfigError, match=f"cannot connect to hub at {host}:1: '{host}' is no possible name of a host"):
+        async with connect(host, 1, new_token(), "me", 5):
+            pytest.fail("connected")
+
+
 async def test_a_short_token_is_refused_on_both_ends():
     with pytest.raises(ConfigError, match="at least 16"):
         async with connect("127.0.0.1", 1, b"short", "me", 5):

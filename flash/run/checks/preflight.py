@@ -221,6 +221,7 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
         if host is not None and alone:
+            # Port 0 shows whether the host is this machine, even if the configured port is taken.
             run_apart(try_listening, host, 0)
         elif host is not None:
             socket.getaddrinfo(host, None)
@@ -229,6 +230,7 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
         return
     except (OSError, UnicodeError) as error:
         yield ConfigProblem("cluster.hub_host", f"the host name {host} cannot be resolved: {error}")
+        return
     # Processes of the same run may still hold the port. The launch waits for them, or reports which process uses the
     # run.
     if alone and port and not in_use(config.run_dir):
