@@ -136,8 +136,6 @@ class JoinedNode:
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
         """The rollout node; None before the first hub has numbered it."""
-        self._rejoins = False
-        """True if the node had running engines when it joined the present hub."""
         self._serving = False
         """True from the moment at which the node has joined a hub until this hub is lost or the node has ended. In this
         time the node can leave the run in order."""
@@ -198,12 +196,12 @@ class JoinedNode:
         self._wake.set()
 
     def _print_ready(self, number: int) -> None:
-        """Print how long the start has taken. `HubConnection.call` calls this when the hub knows the first engine of
-        the node, whose number in the run is `number`."""
+        """Print how long the start of the node has taken. `HubConnection.call` calls this when a hub knows the first
+        engine of the node, whose number in the run is `number`. Prints nothing after the first hub that does."""
         assert self._node is not None, "without a node there is no report of engines"
+        if self._samples:  # an earlier hub knew an engine, and `_serve` has printed that the node goes on
+            return
         self._samples = True
-        if self._rejoins:
-            return  # `_serve` prints a line about it instead
         # vLLM may have been imported before this process was started, in the process from which it was forked. Then the
         # imports took no time of this start.
         imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
@@ -317,8 +315,7 @@ class JoinedNode:
         joined = await hub.call(p.JoinRequest(self._digest, engines, own_number), seconds)
         if joined.node is None:  # the run is ending
             return End.OVER
-        self._rejoins = self._node is not None
-        who, what = f"node {joined.node} of {config.run.name}", f"{engines} engine{'s' * (engines > 1)}"
+        who, what = f"node {joined.node} of {config.run.name}", f"{engines} engine{'s' * (engines != 1)}"
         self._lost = None
         if self._node is None:
             say(f"{who}: starting {what}")
@@ -329,7 +326,7 @@ class JoinedNode:
             leases_before = self._node.leases_held
             await self._node.move(HubLink(joined.node, joined.first_engine, hub))
             samples = f"{self._node.leases_held} of the {leases_before} samples that it had in hand"
-            say(f"{who}: goes on with {what}, and {samples}")
+            say(f"{who}: goes on with {what}, and {samples}" if self._samples else f"{who}: starting {what}")
         self._serving = True
         try:
             while self._lost is None and not self._ended:

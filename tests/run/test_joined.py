@@ -64,6 +64,14 @@ def node_of(job: Job, step_s: float = 0.0) -> Fakes:
     return Fakes(config, ProcessOrder(1, place=job.place, digest=config_digest(dump(job.config))), step_s)
 
 
+async def joined(hub: RealHub) -> None:
+    """Wait until a node has joined this hub."""
+    while True:
+        await anyio.sleep(0.01)
+        if hub.registry.joined:
+            return
+
+
 async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
     """Wait until the node's engine has this hub's version."""
     await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
@@ -95,6 +103,31 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
     assert one.line.newest.closed
     assert "node 1 of run: starting 1 engine" in out
     assert "starting engines" not in out, "the first line about its seconds comes after some of them"
+
+
+async def test_a_node_whose_hub_ends_while_the_engines_start_says_when_it_makes_samples(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, loaded = node_of(job), anyio.Event()
+
+    class Loading(FakeEngine):
+        async def start(self) -> None:
+            await loaded.wait()
+
+    one.line = FakeLine(lambda: Loading(lambda prompt: [ord(c) for c in "yes"], 0.01))
+    with anyio.fail_after(60):
+        async with sharing("test"), anyio.create_task_group() as tasks:
+            async with job.hub() as hub:
+                tasks.start_soon(one.run)
+                await joined(hub)
+            async with job.hub() as hub:
+                await joined(hub)
+                loaded.set()
+                await serves(one, hub)
+                out = await said(capfd, "node 1 makes samples after ")
+            tasks.cancel_scope.cancel()
+    assert out.count("node 1 of run: starting 1 engine") == 2
+    assert "goes on" not in out
 
 
 async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
