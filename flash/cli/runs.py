@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from flash.cli.arguments import (
     runs_in,
 )
 from flash.cli.sampling import overrides_of_run
-from flash.config.load import load
+from flash.config.load import load, read_toml
 from flash.config.tree import Config, ModelConfig, TrackerName
 from flash.errors import ConfigError, FlashError
 from flash.observe.comparison import differences, read_run, results, table
@@ -312,7 +311,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             "model is written anyway"
         )
     # In `config`, the exported model may have replaced the model with which the run began.
-    first_model = tomllib.loads(directory.config.read_text(encoding="utf-8"))["model"]["path"]
+    first_model = read_toml(directory.config)["model"]["path"]
     dtype = arguments.dtype or own_dtype(first_model)
     chosen = export_model(str(named), config, folder, merged=arguments.merge, dtype=dtype)
     what, use = "the weights of", "model.path may name it, as may vLLM"

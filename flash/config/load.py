@@ -152,7 +152,7 @@ def load_checked(file: Path) -> Config:
     Raises:
         ConfigError: the file cannot be read.
     """
-    decoded, problems = examine(_read(file), Config, "")
+    decoded, problems = examine(read_toml(file), Config, "")
     if problems:
         raise refuse(problems)
     import_from(map(os.path.abspath, decoded.env.folders))
@@ -191,8 +191,7 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in files:
-        read = _read(file)
-        _check_depth(read, str(file))
+        read = read_toml(file)
         _merge(merged, read, str(file), origins)
     for override in overrides:
         parsed = _parse_override(override)
@@ -249,11 +248,17 @@ def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
 
 def _take_out(settings: Mapping[str, Any], key: str) -> None:
     """Delete a dotted key from nested tables. The key must be there."""
+    table, name = _table_of(settings, key)
+    del table[name]
+
+
+def _table_of(settings: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the table of a dotted key in nested tables, and the name of the key in it. The table must be there."""
     *tables, name = key.split(".")
     table: Any = settings
     for outer in tables:
         table = table[outer]
-    del table[name]
+    return table, name
 
 
 @cache
@@ -287,7 +292,7 @@ class FoundKey(NamedTuple):
 
 
 def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
-    """Return each key of `REMOVED` that nested tables hold."""
+    """Return each key of `REMOVED` that `settings`, nested tables as TOML has them, hold."""
     found: list[FoundKey] = []
     for key, removed in REMOVED.items():
         *tables, name = key.split(".")
@@ -296,7 +301,7 @@ def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
             table = cast("dict[str, Any]", table).get(outer) if isinstance(table, dict) else None
         if isinstance(table, dict) and name in table:
             value = cast("dict[str, Any]", table)[name]
-            default = NONE if removed.default is None else removed.default
+            default = NONE if removed.default is None else removed.default  # TOML has no null: files hold this text
             # False == 0 in Python, but not in TOML.
             at_default = value == default and isinstance(value, bool) == isinstance(default, bool)
             found.append(FoundKey(key, value, at_default))
@@ -351,8 +356,12 @@ def _plain(value: Any) -> Any:
     return table
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises ConfigError if the file is missing, cannot be read, or is not TOML."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a configuration file, of a user or of a run, without checking its keys.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, is not TOML, or is nested too deeply.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors of Windows write a byte-order mark
     except FileNotFoundError:
@@ -369,10 +378,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: the path is invalid
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
-        return tomllib.loads(text)
+        read = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number of too many digits
         what = "is not valid TOML" if path.suffix == ".toml" else "is not a TOML file, which a configuration must be"
         raise ConfigError(f"{path} {what}: {error}") from error
+    _check_depth(read, str(path))
+    return read
 
 
 def _files_in(folder: Path) -> str:
@@ -600,13 +611,13 @@ def read_recorded(file: Path) -> dict[str, Any]:
 
     `--resume` compares them with the present settings. The comparison must show only changes that the user has made:
     keys that were added since have their defaults, and removed keys with their former default are left out. Removed
-    keys with another value stay. If this version cannot read the settings for another reason, all other settings are
-    returned as they are.
+    keys with another value stay. If the settings have another fault, such as a key that this version does not know, no
+    defaults are filled in: the settings are returned as they are, without removed keys that have their former default.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or it is not TOML.
+        ConfigError: the file cannot be read (`read_toml`).
     """
-    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    settings = read_toml(file)
     removed = removed_keys(settings)
     for one in removed:
         _take_out(settings, one.key)
@@ -615,9 +626,6 @@ def read_recorded(file: Path) -> dict[str, Any]:
         settings = tomllib.loads(dump(decoded))  # with the defaults of keys that the run did not know
     for one in removed:
         if not one.at_default:
-            *tables, name = one.key.split(".")
-            table = settings
-            for outer in tables:
-                table = table[outer]
+            table, name = _table_of(settings, one.key)
             table[name] = one.value
     return settings

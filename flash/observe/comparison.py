@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from flash.config.load import flat
+from flash.config.load import flat, read_toml
 from flash.errors import ConfigError
 from flash.observe.columns.column import BLANK, formatted
 from flash.observe.console import HELD_OUT_NLL, summary_rows
@@ -55,7 +54,7 @@ def read_run(path: Path) -> Compared:
     if not directory.config.is_file():
         raise ConfigError(f"{path} is no run directory: it holds no config.toml")
     try:
-        settings = dict(flat(tomllib.loads(directory.config.read_text(encoding="utf-8"))))
+        settings = dict(flat(read_toml(directory.config)))
         written = directory.summary.read_bytes() if directory.summary.is_file() else None
         summary = None if written is None else msgspec.json.decode(written, type=Summary)
     except (OSError, ValueError, msgspec.MsgspecError) as error:

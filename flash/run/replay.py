@@ -24,7 +24,7 @@ import msgspec
 
 from flash.config.check_learning import why_not_streamed
 from flash.config.decode import ConfigProblem, refuse
-from flash.config.load import dump, flat
+from flash.config.load import dump, flat, read_toml
 from flash.config.machine import trainer_threads
 from flash.config.tree import Config, ParallelConfig
 from flash.errors import ConfigError, RecordingError
@@ -216,7 +216,7 @@ def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
     Raises:
         ConfigError: a given key differs from the run's value, and has no effect.
     """
-    before = dict(flat(tomllib.loads(file.read_text(encoding="utf-8"))))
+    before = dict(flat(read_toml(file)))
     now = dict(flat(tomllib.loads(dump(config))))
     idle = [
         key

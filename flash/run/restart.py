@@ -29,7 +29,7 @@ from anyio.to_thread import run_sync
 
 from flash.config.load import dump, flat, read_recorded, recorded
 from flash.config.tree import Config
-from flash.errors import CheckpointError, ContractError, RecordingError, RequeueError
+from flash.errors import CheckpointError, ConfigError, ContractError, RecordingError, RequeueError
 from flash.hub.protocol import SnapshotReply
 from flash.hub.recovery import HubState, TrainerStart
 from flash.hub.trainers import why_no_retraining
@@ -140,7 +140,11 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     directory = RunDirectory(config.run_dir)
     if (why := why_no_retraining(config)) is not None:
         return Reach(held, why)
-    if changed := _changed_keys(directory, config):
+    try:
+        changed = _changed_keys(directory, config)
+    except ConfigError as error:
+        return Reach(held, f"the recorded configuration cannot be read: {error}")
+    if changed:
         return Reach(held, f"the configuration has changed since: {changed}")
     with_metrics = _steps_with_metrics(directory)
     for step in range(held, reached):
@@ -179,15 +183,9 @@ def _steps_with_metrics(directory: RunDirectory) -> set[int]:
 
 def _changed_keys(directory: RunDirectory, config: Config) -> str:
     """Return the keys, separated by commas, that have changed since the run recorded its configuration and on which a
-    step depends; empty if none have.
-
-    If the recorded configuration cannot be read, return a phrase about that instead. Both are the end of a message.
-    """
-    try:
-        recorded_before = read_recorded(directory.config)
-    except (OSError, ValueError) as error:
-        return f"{directory.config} cannot be read: {error}"
-    before, now = (dict(flat(settings)) for settings in (recorded_before, tomllib.loads(dump(recorded(config)))))
+    step depends; empty if none have. Raises ConfigError if the recorded configuration cannot be read."""
+    settings = read_recorded(directory.config), tomllib.loads(dump(recorded(config)))
+    before, now = (dict(flat(one)) for one in settings)
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     # With another decay, the learning rate of each step depends on the number of steps.
     constant = before.get("train.decay") == now.get("train.decay") == "constant"

@@ -725,3 +725,12 @@ def test_what_an_older_version_recorded_differs_only_by_what_the_user_changed(pr
     del older["train"]["profile"]
     recorded.write_text(tomli_w.dumps(older))
     assert read_recorded(recorded) == present | {"rollout": present["rollout"] | {"selection": "pass_rate"}}
+
+
+def test_a_recorded_configuration_may_begin_with_a_byte_order_mark_as_a_users_may(project):
+    config = resolve()
+    recorded = project / "recorded.toml"
+    recorded.write_text(dump(config))
+    present = read_recorded(recorded)
+    recorded.write_text("\ufeff" + dump(config), encoding="utf-8")
+    assert read_recorded(recorded) == present

@@ -137,7 +137,9 @@ def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(
         record(recorder, 4)
     assert reach(changed(config, table, **values), 1, 4) == Reach(1, why)
     recorder.directory.config.write_text("[run")
-    assert "config.toml cannot be read" in reach(config, 1, 4).why
+    why = reach(config, 1, 4).why
+    assert "the recorded configuration cannot be read: " in why
+    assert "config.toml is not valid TOML" in why
     assert reach(config, 4, 4) == Reach(4)
 
 

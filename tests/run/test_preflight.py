@@ -309,9 +309,11 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_before_any_work(tmp_pa
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "config.toml, with which the present settings are compared, is missing. Bring the file back"),
-        (b"[run]\nsteps = = 3\n", "is not valid TOML: Invalid value (at line 2, column 9). Bring the file back"),
-        (b"\xff", "cannot be read: 'utf-8' codec"),
+        (None, "there is no configuration file "),
+        (b"[run]\nsteps = = 3\n", "config.toml is not valid TOML: Invalid value (at line 2, column 9). "),
+        (b"\xff", "config.toml is not UTF-8 text"),
+        (b"x = " + b"[" * 3000 + b"]" * 3000, "config.toml is not valid TOML: "),
+        (b"x = " + b"[" * 300 + b"]" * 300, "config.toml: expected tables and lists at most "),
     ],
 )
 def test_a_run_with_a_checkpoint_but_without_readable_recorded_settings_is_refused_before_any_work(

@@ -472,8 +472,8 @@ class RunDirectory:
         """
         try:
             with open_regular_file(self.config) as file:
-                settings = tomllib.load(file)
-        except (OSError, ValueError):
+                settings = tomllib.loads(file.read().decode("utf-8-sig"))
+        except (OSError, ValueError, RecursionError):
             return {}
         except RunDirectoryError as error:
             return {"no configuration": str(error)}

@@ -26,7 +26,6 @@ import select
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -37,9 +36,9 @@ from uuid import uuid4
 
 import msgspec
 
-from flash.config.load import flat
+from flash.config.load import flat, read_toml
 from flash.config.tree import TrackConfig, TrackerName
-from flash.errors import ConfigError, FlashError, RunDirectoryError
+from flash.errors import FlashError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.rundir import NO_ROW, Followed, RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
@@ -344,10 +343,7 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    try:
-        return tomllib.loads(directory.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory.config} cannot be read: {error}") from error
+    return read_toml(directory.config)
 
 
 @contextmanager

@@ -300,23 +300,13 @@ def _missing_run(config: Config) -> Iterator[ConfigProblem]:
     if not whole and not damaged and not any(trace.exists() for trace in traces):
         yield ConfigProblem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
     # Without the recorded settings nobody would notice a changed key, and the checkpoint may not fit the change.
-    if whole and (fault := _unreadable_config(directory.config)):
-        remedy = "Bring the file back from a copy, or put the configuration there with which the run was started"
-        message = f"{directory.config}, with which the present settings are compared, {fault}. {remedy}"
-        yield ConfigProblem("run.resume", message)
-
-
-def _unreadable_config(file: Path) -> str:
-    """Return a phrase about the reason why the recorded configuration of a run cannot be read; empty if it can."""
+    if not whole:
+        return
     try:
-        read_recorded(file)
-    except FileNotFoundError:
-        return "is missing"
-    except tomllib.TOMLDecodeError as error:
-        return f"is not valid TOML: {error}"
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}"
-    return ""
+        read_recorded(directory.config)
+    except ConfigError as error:
+        remedy = "Bring the file back from a copy, or put the configuration there with which the run was started"
+        yield ConfigProblem("run.resume", f"{error}. The present settings are compared with that file. {remedy}")
 
 
 def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
@@ -355,7 +345,7 @@ def _recorded_settings(config: Config) -> dict[str, Any]:
     `_missing_run` reports that."""
     try:
         return read_recorded(RunDirectory(config.run_dir).config)
-    except (OSError, ValueError):
+    except ConfigError:
         return {}
 
 
