@@ -80,19 +80,22 @@ def parser_names(package: Package) -> list[str]:
     """Return the names of all parsers of a package, sorted; empty if vLLM is not installed. Does not import vLLM.
 
     Raises:
-        LookupError: the installed vLLM lists its parsers in another place.
+        LookupError: the installed vLLM lists its parsers in another place or form.
     """
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return []
-    source = Path(found.submodule_search_locations[0], package, "__init__.py").read_text(encoding="utf-8")
+    file = Path(found.submodule_search_locations[0], package, "__init__.py")
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""  # other versions of vLLM have other packages
     for statement in ast.parse(source).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == _LISTS[package]:
                 return sorted(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
             case _:
                 pass
-    raise LookupError(f"the installed vLLM lists its {package} in another place: adapt flash/foreign/vllm_parsers.py")
+    raise LookupError(
+        f"the installed vLLM lists its parsers (`{package}`) in another place: adapt flash/foreign/vllm_parsers.py"
+    )
 
 
 class Parsers:
