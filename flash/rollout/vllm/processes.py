@@ -182,7 +182,9 @@ class EngineProcesses:
     @property
     def core(self) -> int:
         """Process id of the core. The core must have been started."""
-        return self._started_core.pid or 0
+        pid = self._started_core.pid
+        assert pid is not None, "the core has started"
+        return pid
 
     @property
     def _started_core(self) -> BaseProcess:
