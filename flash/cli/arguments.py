@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flash.config.decode import nearest, suggest
 from flash.config.load import as_setting
-from flash.config.models import folders_beside
+from flash.config.models import folders_beside, unreachable
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 
@@ -44,6 +44,9 @@ class CommandParsers(Protocol):
 def run_directory(path: Path) -> RunDirectory:
     """Return the run directory at a path that the user has named. Raises ConfigError if there is no run."""
     directory = RunDirectory(path)
+    # `Path.exists` and `Path.is_file` would raise such an error, for example without the permission to enter a folder.
+    if (why := unreachable(str(directory.config))) is not None:
+        raise ConfigError(f"{path} cannot be read: {why}")
     if not path.exists():
         raise ConfigError(f"there is no run {path}{folders_beside(path, directory.config.name)}")
     if not directory.config.is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.cli.arguments import check_folder_writable, check_writable
+from flash.cli.arguments import check_folder_writable, check_writable, run_directory
 from flash.cli.main import BROKEN_PIPE, main
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
@@ -156,3 +156,10 @@ def test_a_run_that_is_not_there_is_told_without_folders_that_are_no_runs(
     (tmp_path / "models").mkdir()
     assert main(["plot", str(tmp_path / "two")]) == 2
     assert capsys.readouterr().err == f"flash: error: there is no run {tmp_path / 'two'}\n"
+
+
+def test_a_run_at_which_the_file_system_cannot_look_is_refused_with_the_reason() -> None:
+    """As in a folder that may not be entered, which the user of a test may be allowed to."""
+    path = Path("a" * 300)
+    with pytest.raises(ConfigError, match=r"^a+ cannot be read: File name too long$"):
+        run_directory(path)

@@ -91,3 +91,10 @@ def test_a_proven_address_of_another_form_is_an_error_that_a_search_survives(tmp
 def test_an_announcement_that_is_none_is_one_clear_error(tmp_path: Path, stored: bytes) -> None:
     with pytest.raises(TransportError, match="the hub's announcement cannot be read"):
         verify(stored, tmp_path, None)
+
+
+def test_a_run_directory_at_which_the_file_system_cannot_look_announces_no_hub() -> None:
+    place = HubPlace(run_dir="a" * 300)
+    assert not place.announced
+    with pytest.raises(ConfigError, match=r"^a+ cannot be read: File name too long$"):
+        place.find(None)

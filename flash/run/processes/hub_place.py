@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
+from flash.config.models import unreachable
 from flash.errors import ConfigError, RunDirectoryError, TransportError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.transport.auth import new_token
@@ -89,8 +90,6 @@ def _write_token(path: Path, token: bytes) -> None:
                     f"run.output_dir, or {_SET_TOKEN}"
                 )
             file.write(token.hex())
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be written: {error}") from error
 
@@ -210,7 +209,8 @@ class HubPlace(msgspec.Struct, frozen=True):
     @property
     def announced(self) -> bool:
         """True if a hub may be there: a host and a port are given, or the run directory announces a hub."""
-        return not self.run_dir or (Path(self.run_dir) / HUB_FILE).exists()
+        # Unlike `Path.exists`, this is False where the folder may not be entered.
+        return not self.run_dir or os.path.exists(os.path.join(self.run_dir, HUB_FILE))
 
     def find(self, variable: str | None) -> HubAddress:
         """Return the hub's address and token. `variable` is the value of FLASH_TOKEN; None if it is not set.
@@ -258,6 +258,8 @@ def _announcement(folder: Path) -> bytes:
     except OSError:
         pass  # the code below finds the reason
     run = RunDirectory(folder)
+    if (why := unreachable(str(run.config))) is not None:
+        raise ConfigError(f"{folder} cannot be read: {why}")
     if not run.config.is_file():
         raise ConfigError(f"{folder} is no run directory: expected the folder run.output_dir/run.name of a running job")
     if run.summary.is_file():
