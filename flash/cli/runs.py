@@ -201,7 +201,8 @@ def add_trace(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the timeline of a run in the format of Perfetto, for `flash trace`. Prints the name of the file."""
+    """Write the timeline of a run in Chrome's Trace Event Format, which Perfetto opens, for `flash trace`. Prints the
+    name of the file."""
     directory = run_directory(arguments.run_dir)
     output: Path = arguments.output or directory.path / "trace.json"
     check_writable(output)

@@ -173,8 +173,8 @@ def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> st
 def interruptible() -> None:
     """Make SIGTERM and SIGHUP interrupt this process in the same way as Ctrl-C.
 
-    Commands call this before they make a model or read rows, so that unfinished files are cleaned up. The launch later
-    handles signals itself.
+    `flash train` and `flash sft` call this before they make a model or read rows, so that unfinished files are cleaned
+    up. The launch later handles signals itself.
     """
     # nohup ignores SIGHUP, which must stay ignored then.
     for number in (signal.SIGTERM, signal.SIGHUP):

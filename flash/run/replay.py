@@ -323,7 +323,10 @@ def one_rank(config: Config, threads: int | None = None) -> Generator[None]:
 
 
 def weights_of(trainer: Trainer, *, frozen: bool = False) -> dict[str, Any]:
-    """Return the policy's whole weights on the CPU, by name. `frozen`: also the base of adapters."""
+    """Return the policy's whole weights on the CPU, by name. `frozen`: also the base of adapters.
+
+    The tensors may be the model's own memory, so a later step changes them: clone what must stay.
+    """
     from torch.distributed.tensor import DTensor
 
     from flash.trainer.mesh import gather_full

@@ -174,6 +174,7 @@ def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
             cannot be written.
     """
     path = run_lock(run_dir)
+    # A stack, because an OSError of the caller's block must not be reported as one of the lock.
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
