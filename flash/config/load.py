@@ -214,10 +214,7 @@ def _unset(merged: dict[str, Any], key: str) -> None:
     # is a value. It also turns the text into None if a key may be None and may not be text.
     if annotation is None or NONE in get_args(annotation):
         return
-    *tables, name = key.split(".")
-    table = merged
-    for outer in tables:
-        table = cast("dict[str, Any]", table[outer])
+    table, name = _table_of(merged, key)
     if NoneType not in get_args(annotation):
         del table[name]
     elif str in get_args(annotation):

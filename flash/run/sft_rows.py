@@ -249,7 +249,9 @@ def read_tokens(
         max_rows: number of rows to read from the beginning of the data set; None: all.
 
     Raises:
-        ConfigError: the data set cannot be read or is empty, some rows are invalid, or no row has a token to learn.
+        ConfigError: the data set cannot be read or is empty, some rows are invalid, or no row has a token to learn; or
+            the model has no usable tokenizer.
+        FlashError: a process that tokenizes has died.
     """
     faults, shapes = list[str](), Counter[str]()
     examples = _examples(islice(read_rows(path), max_rows), faults, shapes)

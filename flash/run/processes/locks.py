@@ -102,7 +102,7 @@ def in_turn(path: Path, activity: str, wait_s: float) -> Generator[None]:
     Raises:
         Busy: another process still holds the lock after `wait_s` seconds.
     """
-    # Processes of other users may need the same lock, so all users may write the file.
+    # Processes of other users may need the same lock, so the umask alone decides who may write the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _lock(descriptor, LAUNCHER, fcntl.LOCK_EX | fcntl.LOCK_NB):
