@@ -2,8 +2,8 @@
 
 An environment is made once for each episode: its class is called with the options of the configuration, each as a
 keyword argument. If the only argument is named `options` and annotated with a struct, the class gets all options in one
-such struct. `check`, `prepare` and `kind_of` get the options in the same form. The order of calls is `reset`, `step`,
-`close`; `close` is called exactly once, also after an error or a cancellation.
+such struct. Classmethods such as `check` and `kind_of` get the options in the same form. The order of calls is `reset`,
+`step`, `close`; `close` is called exactly once, also after an error or a cancellation.
 
 `reset(seed)` shows the same problem for the same seed. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; a group is the samples of one problem. Seeds of held-out problems, which are only used in
@@ -225,8 +225,6 @@ class NextResponse(Protocol):
 class RemainingRoom(Protocol):
     """The part of `EpisodeView` with the turns, branches and tokens that the limits of the run still allow.
 
-    `prepare` makes `room` fast.
-
     A branch is one of the sequences of tokens that an episode has if it goes on from an earlier place (`go_on`).
     """
 
@@ -327,7 +325,10 @@ class Informed(Protocol):
 
 @runtime_checkable
 class WarmStart(Protocol):
-    """An environment that can show how its problems are solved, to teach a small model to answer at all."""
+    """An environment that can show how its problems are solved, to teach a small model to answer at all.
+
+    The object is made outside of an episode, so none of its other methods is called, not even `close`.
+    """
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training problems with correct answers, the same for the same seed; never a held-out problem.
