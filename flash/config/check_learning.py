@@ -28,7 +28,7 @@ from algorithms.staleness import NoStaleness
 from flash.ages import window
 from flash.config.decode import ConfigProblem, show
 from flash.config.learning import AlgorithmConfig
-from flash.config.objects import check_options, examine_options, load_objective
+from flash.config.objects import check_options, examine_options, load_objective, refusal
 from flash.config.section import faults_with_teacher
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -192,10 +192,14 @@ def check_algorithm(config: Config) -> Iterator[ConfigProblem]:
         return
     try:
         objective = kind(**options)
+        without_effect = dict(objective.without_effect())
     except ValueError as error:
         yield ConfigProblem("algorithm.options", str(error))
         return
-    for name, needed in objective.without_effect().items():
+    except (Exception, SystemExit) as error:  # the class may be a user's, whose code may raise anything
+        yield ConfigProblem("algorithm.options", refusal(kind, error))
+        return
+    for name, needed in without_effect.items():
         if name in config.algorithm.options:
             yield ConfigProblem(f"algorithm.options.{name}", f"has no effect: {needed}")
     advantage = config.algorithm.advantage or objective.advantage

@@ -27,6 +27,11 @@ class Choosy(Objective):
     def __post_init__(self):
         if self.size > 2:
             raise ValueError("size is too large")
+        if self.size == 0:
+            raise SystemExit("no size")
+
+    def without_effect(self):
+        return {"size": "a reason"}[self.size] if self.size < 0 else {}
 
     def __call__(self, tokens): ...
 """
@@ -126,6 +131,14 @@ def resolve(*overrides: str) -> Config:
         (
             ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=3"],
             "`algorithm.options` (setting): size is too large",
+        ),
+        (
+            ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=0"],
+            "`algorithm.options` (setting): Choosy refuses them: SystemExit: no size",
+        ),
+        (
+            ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=-1"],
+            "`algorithm.options` (setting): Choosy refuses them: KeyError: -1",
         ),
         (
             ["algorithm.teacher={path='./model'}", "algorithm.objective=ppo", "critic={}"],
