@@ -71,7 +71,7 @@ def make_fetched(config: Config) -> None:
     """Make the pretrained model that `model.fetch` names, unless it is there. Raises the errors of
     `make_missing_models`.
 
-    Commands that need a model but start no run, such as `flash replay`, call only this.
+    `flash sft`, which makes no tiny model, and commands that start no run, such as `flash replay`, call only this.
     """
     if config.model.fetch is not None:
         fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
