@@ -108,18 +108,19 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
 async def test_a_node_whose_hub_ends_while_the_engines_start_says_when_it_makes_samples(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one, loaded = node_of(job), anyio.Event()
+    one, begun, loaded = node_of(job), anyio.Event(), anyio.Event()
 
     class Loading(FakeEngine):
         async def start(self) -> None:
+            begun.set()
             await loaded.wait()
 
     one.line = FakeLine(lambda: Loading(lambda prompt: [ord(c) for c in "yes"], 0.01))
     with anyio.fail_after(60):
         async with sharing("test"), anyio.create_task_group() as tasks:
-            async with job.hub() as hub:
+            async with job.hub():
                 tasks.start_soon(one.run)
-                await joined(hub)
+                await begun.wait()
             async with job.hub() as hub:
                 await joined(hub)
                 loaded.set()
