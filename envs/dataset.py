@@ -1,8 +1,9 @@
 """DatasetEnv: questions and answers from the columns of a data set. Each episode has one turn and one score.
 
 `flash.data` reads the rows. `envs.data.split` divides them into training rows and held-out rows, which are for
-evaluation only, and assigns them to seeds. Each process reads the rows once. A verifier, a function that is named by
-its import path, scores each answer: see `envs.rewards.verifier`.
+evaluation only, and assigns them to seeds. Each process reads the rows once. A function that is named by its import
+path scores each answer: a verifier, which gets the reference answer, or a reward, which gets the whole row. See
+`envs.rewards.verifier`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from contextlib import suppress
 from typing import Annotated, Any, cast
 
 import anyio.to_thread
@@ -19,22 +21,24 @@ from msgspec import Meta
 from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
 from envs.rewards.verifier import load_verifier, verify
 from flash.data.shapes import ANSWERS, PROMPTS, answer_of, find_column, prompt_of, template_of
-from flash.data.tables import column_names, read_rows, refuse_rows, value_of
+from flash.data.tables import Row, column_names, read_rows, refuse_rows, value_of
 from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 log = logging.getLogger("flash")
 
-ONE_ANSWER = ("envs.rewards.exact:exact_match", "envs.rewards.math:math_equal")
+EXACT = "envs.rewards.exact:exact_match"
+"""Verifier of rows for which the options name no function."""
+ONE_ANSWER = (EXACT, "envs.rewards.math:math_equal")
 """Verifiers that compare with one answer. A list of several answers would become a text that no completion equals."""
 
 
 class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
-    """Source of the rows, and the verifier of answers.
+    """Source of the rows, and the function that scores answers.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or two functions are named.
     """
 
     path: str
@@ -43,16 +47,26 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
     """Column with the answer, which the verifier compares with as text. None: `answer` or another usual name."""
     longest_prompt: Annotated[int, Meta(gt=0)] | None = None
     """Longest prompt, in characters. Rows with longer prompts are left out and counted. None: no limit."""
-    verifier: str = "envs.rewards.exact:exact_match"
+    verifier: str = EXACT
     """Verifier that scores answers: `module:function` of (completion, answer) -> float."""
+    reward: str | None = None
+    """Function that scores answers in place of a verifier: `module:function` of (answer, row) -> float. `row` is the
+    whole row as a dict, and may have no reference answer. None: `verifier` scores."""
     timeout: float = 30.0
-    """Seconds that the verifier has for one answer."""
+    """Seconds that the function has for one answer."""
 
     def __post_init__(self) -> None:
         """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
         super().__post_init__()
         if not self.timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
+        if self.reward is not None and self.verifier != EXACT:
+            raise ConfigError("expected one of `reward` and `verifier`: each of them scores the answers")
+
+    @property
+    def scorer(self) -> str:
+        """Import path of the function that scores answers."""
+        return self.verifier if self.reward is None else self.reward
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -68,11 +82,18 @@ class _Source(msgspec.Struct, frozen=True):
     held_out_fraction: float
     longest_prompt: int | None
     verifier: str
+    whole_rows: bool
+    """True if a reward gets whole rows, which then need no reference answer."""
 
-    def columns(self, path: str) -> tuple[str, str]:
-        """Return the names of the prompt and the answer column of a table. Raises ConfigError if one is missing."""
+    def columns(self, path: str) -> tuple[str, str | None]:
+        """Return the names of the prompt and the answer column of a table. Raises ConfigError if one is missing.
+
+        The answer column is None if a reward gets whole rows and none of the usual columns is there.
+        """
         names = column_names(path)
         prompt = find_column(names, self.prompt_column, PROMPTS, "prompt_column", path)
+        if self.whole_rows and self.answer_column is None and not set(ANSWERS) & set(names):
+            return prompt, None
         return prompt, find_column(names, self.answer_column, ANSWERS, "answer_column", path)
 
 
@@ -80,8 +101,10 @@ class _Row(msgspec.Struct, frozen=True):
     """A row of the data set, in the form in which episodes use it."""
 
     prompt: Prompt
-    answer: str
-    """Reference answer, as text."""
+    answer: str | None
+    """Reference answer, as text; None if the row needs none and has none."""
+    values: dict[str, Any] | None
+    """Values of all columns, for a reward; None if a verifier scores."""
     template: dict[str, Any]
     """Arguments of the model's chat template that the row gives; empty if it gives none."""
 
@@ -96,7 +119,7 @@ class DatasetEnv:
 
     @classmethod
     def check(cls, options: DatasetOptions) -> None:
-        """Check the files, the columns and the verifier; read no rows.
+        """Check the files, the columns and the function that scores; read no rows.
 
         The process that reads the configuration calls this.
 
@@ -107,7 +130,7 @@ class DatasetEnv:
         for place in (options.path, options.held_out_path):
             if place is not None:
                 source.columns(place)
-        load_verifier(options.verifier)
+        load_verifier(options.scorer)
 
     @classmethod
     async def prepare(cls, options: DatasetOptions) -> None:
@@ -124,8 +147,13 @@ class DatasetEnv:
         return len(_rows(options).held_out)
 
     @classmethod
-    def solution_of(cls, seed: int, options: DatasetOptions) -> str:
-        """Return the answer of the row that a seed shows. `flash train --dry-run` tries out that it gets a reward."""
+    def solution_of(cls, seed: int, options: DatasetOptions) -> str | None:
+        """Return the answer of the row that a seed shows. `flash train --dry-run` tries out that it gets a reward.
+
+        A reward may expect something else than the answer of its row, so it has no known solution.
+        """
+        if options.reward is not None:
+            return None
         return _rows(options).of_seed(seed).answer
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -137,21 +165,24 @@ class DatasetEnv:
         return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
 
     async def step(self, action: str) -> StepResult:
-        """Score the answer with the verifier; the episode ends. Raises EnvError if the verifier fails.
+        """Score the answer; the episode ends. Raises EnvError if the function that scores fails.
 
         Returns (observation, reward, terminated, truncated, info).
         """
         if self._row is None:
             raise EnvError("step() was called before reset()")
-        reward = await verify(self._options.verifier, action, self._row.answer, self._options.timeout)
+        row, options = self._row, self._options
+        reference = row.answer if row.values is None else {**row.values}  # user code may change it
+        assert reference is not None, "only rows for a reward may lack an answer"
+        reward = await verify(options.scorer, action, reference, options.timeout, solution=row.answer)
         return "", reward, True, False, {}
 
     async def close(self) -> None:
         """Do nothing: the rows belong to the process."""
 
     def _prepare(self, seed: int) -> _Row:
-        """Import the verifier, so that `step` does not block, and return the row of a seed."""
-        load_verifier(self._options.verifier)
+        """Import the function that scores, so that `step` does not block, and return the row of a seed."""
+        load_verifier(self._options.scorer)
         return _rows(self._options).of_seed(seed)
 
 
@@ -161,7 +192,16 @@ _reading = threading.Lock()
 
 def _source_of(options: DatasetOptions) -> _Source:
     """Return the options that decide which rows there are."""
-    return msgspec.convert(options, _Source, from_attributes=True)
+    return _Source(
+        path=options.path,
+        prompt_column=options.prompt_column,
+        answer_column=options.answer_column,
+        held_out_path=options.held_out_path,
+        held_out_fraction=options.held_out_fraction,
+        longest_prompt=options.longest_prompt,
+        verifier=options.verifier,
+        whole_rows=options.reward is not None,
+    )
 
 
 def _rows(options: DatasetOptions) -> Split[_Row]:
@@ -201,11 +241,10 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
         try:
             accepted = _Row(
                 prompt=prompt_of(row, prompt_column),
-                answer=answer_of(row, answer_column),
+                answer=_answer_of(row, answer_column, source),
+                values=row.values if source.whole_rows else None,
                 template=template_of(row.values, row.place),
             )
-            if source.verifier in ONE_ANSWER and isinstance(given := value_of(row, answer_column), (list, dict)):
-                _refuse_several(cast("list[Any] | dict[str, Any]", given), f"{row.place}: {answer_column!r}", source)
         except ConfigError as error:
             faults.append(str(error))
             continue
@@ -215,16 +254,29 @@ def _read(path: str, source: _Source) -> tuple[list[_Row], str]:
             rows.append(accepted)
     refuse_rows(faults)
     left = f", {long} left out (prompts longer than longest_prompt = {source.longest_prompt})" if long else ""
-    return rows, f"{path}: {len(rows)} rows with {prompt_column!r} and {answer_column!r}{left}"
+    columns = " and ".join(repr(column) for column in (prompt_column, answer_column) if column is not None)
+    return rows, f"{path}: {len(rows)} rows with {columns}{left}"
 
 
-def _refuse_several(given: list[Any] | dict[str, Any], place: str, source: _Source) -> None:
-    """Raise ConfigError if a row has several answers."""
-    if len(given) > 1 or isinstance(given, dict):
+def _answer_of(row: Row, column: str | None, source: _Source) -> str | None:
+    """Return the reference answer of a row; None if a reward scores and the row has none.
+
+    Raises:
+        ConfigError: the row has no answer, or several where the verifier compares with one.
+    """
+    if source.whole_rows:
+        with suppress(ConfigError):  # a reward may need no answer, or one of another form
+            return None if column is None else answer_of(row, column)
+        return None
+    assert column is not None
+    answer = answer_of(row, column)
+    given = value_of(row, column) if source.verifier in ONE_ANSWER else None
+    if isinstance(given, dict) or (isinstance(given, list) and len(cast("list[Any]", given)) > 1):
         raise ConfigError(
-            f"{place} holds several values, and {source.verifier} compares with one; give one answer, or set "
-            "`verifier` to a function of yours, which gets them as JSON text"
+            f"{row.place}: {column!r} holds several values, and {source.verifier} compares with one; give one answer, "
+            "or set `verifier` to a function of yours, which gets them as JSON text"
         )
+    return answer
 
 
 def _length(prompt: Prompt) -> int:

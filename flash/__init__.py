@@ -5,8 +5,7 @@ torch:
 
     import flash
 
-    config = flash.load("my.toml", ["train.async_ratio=2"])
-    summary = flash.train(config)
+    result = flash.train("my.toml", settings={"train.async_ratio": 2})
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ if TYPE_CHECKING:
     from flash.errors import ConfigError, EnvError, FlashError, RewardError
     from flash.observe.rundir.summary import Summary
     from flash.run.play import Played, play
-    from flash.run.training import train
+    from flash.run.results import EvaluationPoint, EvaluationResult, RunResult
+    from flash.run.training import evaluate, sft, train
     from flash.types import Message, Observation
 
 _NAMES_OF = {
     "flash.config.load": ("load", "dump"),
     "flash.config.tree": ("Config",),
-    "flash.run.training": ("train",),
+    "flash.run.training": ("train", "sft", "evaluate"),
+    "flash.run.results": ("RunResult", "EvaluationPoint", "EvaluationResult"),
     "flash.run.play": ("play", "Played"),
     "flash.observe.rundir.summary": ("Summary",),
     "flash.environment.interface": (
@@ -62,7 +63,12 @@ __all__ = [
     "dump",
     "Config",
     "train",
+    "sft",
+    "evaluate",
     "Summary",
+    "RunResult",
+    "EvaluationPoint",
+    "EvaluationResult",
     # an environment
     "Environment",
     "SyncEnvironment",

@@ -1,6 +1,7 @@
 """Verifiers: functions `(completion, answer) -> float`, named by import path, which run outside of the event loop.
 
-`envs.dataset` scores each answer with `verify`. The `answer` is the reference from the data set.
+`envs.dataset` scores each completion with `verify`. The `answer` is the reference from the data set: its text, or for
+the option `reward` the whole row as a dict.
 
 A verifier is user code: it may take long, never return or end its process. So it runs in a worker process under a
 deadline. Every failure is a `RewardError` and never a reward of 0, with one exception: a completion that is proven to
@@ -17,7 +18,7 @@ import functools
 import inspect
 import signal
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
 
@@ -28,10 +29,12 @@ from flash.environment.results import check_reward
 from flash.environment.threaded import is_async
 from flash.errors import ConfigError, EnvError, RewardError
 
-_Plain = Callable[[str, str], float]
+Reference = str | dict[str, Any]
+"""Reference of a completion: the answer as text, or a whole row of the data set."""
+_Plain = Callable[[str, Any], float]
 """Verifier that is not asynchronous."""
-Verifier = _Plain | Callable[[str, str], Awaitable[float]]
-"""Function that takes a completion and the reference answer, and returns or awaits the reward."""
+Verifier = _Plain | Callable[[str, Any], Awaitable[float]]
+"""Function that takes a completion and its reference, and returns or awaits the reward."""
 
 _F = TypeVar("_F", bound=_Plain)
 
@@ -80,10 +83,20 @@ def load_verifier(path: str) -> Verifier:
     return cast("Verifier", verifier)
 
 
-async def verify(path: str, completion: str, answer: str, timeout: float) -> float:
+async def verify(
+    path: str, completion: str, answer: Reference, timeout: float, *, solution: str | None = None
+) -> float:
     """Score a completion with the verifier at `path`.
 
     The deadline counts from the moment when a worker process is free: see `envs.workers`.
+
+    Args:
+        path: `module:function`.
+        completion: text of the model.
+        answer: the reference, which the verifier gets too.
+        timeout: seconds that the verifier has.
+        solution: completion that must get a reward, for the proof that another completion makes the verifier compute
+            without end. None: `answer`, if that is text; if it is a row, nothing can be proven.
 
     Raises:
         ConfigError: `load_verifier` refuses the path.
@@ -93,12 +106,13 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
     """
     verifier = load_verifier(path)
     if is_async(verifier):
-        judge = cast("Callable[[str, str], Awaitable[float]]", verifier)
+        judge = cast("Callable[[str, Any], Awaitable[float]]", verifier)
         score, problem = await _awaited(path, judge, completion, answer, timeout)
     elif getattr(verifier, _INLINE, False):
         score, problem = _score(cast("_Plain", verifier), completion, answer)
     else:
-        score, problem = await _in_process(path, completion, answer, timeout)
+        known = answer if solution is None and isinstance(answer, str) else solution
+        score, problem = await _in_process(path, completion, answer, timeout, known)
     if problem is not None:
         raise RewardError(f"verifier {path}: {problem}")
     try:
@@ -108,7 +122,7 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 
 
 async def _awaited(
-    path: str, verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
+    path: str, verifier: Callable[[str, Any], Awaitable[float]], completion: str, answer: Reference, timeout: float
 ) -> _Scored:
     """Await an asynchronous verifier for at most `timeout` seconds. Raises an EnvError that the verifier raises."""
     task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
@@ -121,33 +135,34 @@ async def _awaited(
     return _Scored(task.value, None if task.error is None else f"it raised {describe_error(task.error)}")
 
 
-async def _in_process(path: str, completion: str, answer: str, timeout: float) -> _Scored:
+async def _in_process(path: str, completion: str, answer: Reference, timeout: float, solution: str | None) -> _Scored:
     """Call a verifier in a worker process for at most `timeout` seconds. No failure raises an error."""
     try:
         return await in_worker(timeout, _score_in_worker, path, completion, answer)
     except TimeoutError:
         late = f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
-        return await _call_again(path, completion, answer, timeout) or _Scored(None, late)
+        again = solution is not None and await _call_again(path, completion, answer, timeout, solution)
+        return again or _Scored(None, late)
     except anyio.BrokenWorkerProcess:
         return _Scored(None, "its worker process died")
     except (ConfigError, EnvError) as error:  # the worker cannot import the verifier; `_score` returns its own errors
         return _Scored(None, str(error))
 
 
-async def _call_again(path: str, completion: str, answer: str, timeout: float) -> _Scored | None:
+async def _call_again(path: str, completion: str, answer: Reference, timeout: float, solution: str) -> _Scored | None:
     """Call a verifier again after a timeout, to find out if the completion caused it.
 
     Returns a score of 0 if that is proven, the verifier's result if it ends this time, and None if neither.
 
     Without this, a completion on which the verifier never ends would be retried until it is given up. The proof has two
-    parts. The reference, scored as a completion, must pass. Then the completion must use up a quarter of the deadline
+    parts. The solution, scored as a completion, must pass. Then the completion must use up a quarter of the deadline
     in processor time. A busy machine does not add to processor time, and waiting for a server uses none.
     """
     try:
         # The worker that hung was killed. This worker has to start and import the verifier, and is kept for the next
-        # call. A reference that hangs, too, has a time limit of its own, which does not wait for the time of a start.
+        # call. A solution that hangs, too, has a time limit of its own, which does not wait for the time of a start.
         limit = 2 * timeout
-        passed, problem = await in_worker(limit + START_S, _score_in_time, limit, path, answer, answer)
+        passed, problem = await in_worker(limit + START_S, _score_in_time, limit, path, solution, answer)
         if problem is not None or not isinstance(passed, float) or passed <= 0:
             return None
     except (ConfigError, EnvError, TimeoutError, anyio.BrokenWorkerProcess):
@@ -160,7 +175,7 @@ async def _call_again(path: str, completion: str, answer: str, timeout: float) -
         return _Scored(0.0, None)
 
 
-def _score_in_time(seconds: float, path: str, completion: str, answer: str) -> _Scored:
+def _score_in_time(seconds: float, path: str, completion: str, answer: Reference) -> _Scored:
     """Load a verifier in a worker process and score a completion within `seconds`, not counting the load."""
     verifier = cast("_Plain", load_verifier(path))
     try:
@@ -170,7 +185,7 @@ def _score_in_time(seconds: float, path: str, completion: str, answer: str) -> _
         return _Scored(None, f"no answer within {seconds:g} s")
 
 
-def _score_within(seconds: float, path: str, completion: str, answer: str) -> _Scored:
+def _score_within(seconds: float, path: str, completion: str, answer: Reference) -> _Scored:
     """Score in a worker that SIGPROF's default action ends after `seconds` of processor time.
 
     The end of the worker is the proof that the completion makes the verifier compute for so long.
@@ -183,12 +198,12 @@ def _score_within(seconds: float, path: str, completion: str, answer: str) -> _S
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _score_in_worker(path: str, completion: str, answer: str) -> _Scored:
+def _score_in_worker(path: str, completion: str, answer: Reference) -> _Scored:
     """Load a verifier in a worker process and score a completion with `_score`."""
     return _score(cast("_Plain", load_verifier(path)), completion, answer)
 
 
-def _score(verifier: _Plain, completion: str, answer: str) -> _Scored:
+def _score(verifier: _Plain, completion: str, answer: Reference) -> _Scored:
     """Call a verifier in this process. No failure raises an error."""
     try:
         return _Scored(check_reward(verifier(completion, answer)), None)

@@ -9,6 +9,7 @@ import argparse
 import errno
 import importlib.metadata
 import io
+import json
 import logging
 import os
 import re
@@ -16,11 +17,12 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
-from flash.errors import FlashError
-from flash.run.processes.launch_state import use_torchrun_variables
+from flash.errors import ConfigError, FlashError
+from flash.run.processes.launch_state import caller_file, end_with_parent, use_torchrun_variables
 from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
@@ -144,23 +146,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_output()
     arguments = parse(argv)
     arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
+    if (caller := caller_file(os.environ)) is not None:
+        arguments.typed = []  # nobody can repeat this command by typing it
+        end_with_parent()
     try:
         use_torchrun_variables(os.environ)
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except FlashError as error:
-        sys.stderr.write(f"flash: error: {harmless(str(error))}\n")
-        return 2
+        return _refuse(error, caller)
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
         if extra is None:
             raise
-        sys.stderr.write(
-            f"flash: error: `flash {arguments.command}` needs the package {error.name}, which is not installed: "
-            f"pip install -e '.[{extra}]' in Flash's folder\n"
-        )
-        return 2
+        message = f"`flash {arguments.command}` needs the package {error.name}, which is not installed"
+        return _refuse(ConfigError(f"{message}: pip install -e '.[{extra}]' in Flash's folder"), caller)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -171,5 +172,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path that the user has given is too long for the system. Any other error is a fault in Flash.
         if error.errno != errno.ENAMETOOLONG:
             raise
-        sys.stderr.write(f"flash: error: {harmless(show(str(error.filename)))} cannot be used: {error.strerror}\n")
-        return 2
+        return _refuse(ConfigError(f"{show(str(error.filename))} cannot be used: {error.strerror}"), caller)
+
+
+def _refuse(error: FlashError, caller: Path | None) -> int:
+    """Report an error of the command, and return the exit code.
+
+    A user reads it on standard error. A Python program that has started the command raises it, and finds it in the file
+    `caller`.
+    """
+    if caller is None:
+        sys.stderr.write(f"flash: error: {harmless(str(error))}\n")
+    else:
+        caller.write_text(json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8")
+    return 2

@@ -31,7 +31,6 @@ from flash.cli.arguments import (
     run_directory,
     runs_in,
 )
-from flash.cli.sampling import overrides_of_run
 from flash.config.load import load, read_toml
 from flash.config.tree import Config, ModelConfig, TrackerName
 from flash.errors import ConfigError, FlashError
@@ -40,7 +39,7 @@ from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, res
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.timeline import trace
 from flash.observe.trackers.trackers import Tracking, not_installed, settings, tracker_lock
-from flash.run.models import Dtype, export_model, own_dtype
+from flash.run.models import Dtype, export_model, overrides_of_run, own_dtype
 from flash.text import one_line
 from flash.trainer.checkpoint_files import MANIFEST
 

@@ -27,7 +27,7 @@ from flash.errors import ConfigError
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.stats import BestOf, best_of_each
-from flash.run.models import chosen_model, make_missing_models, model_folder
+from flash.run.models import make_missing_models, model_folder, overrides_of_run
 from flash.text import harmless, one_line
 from flash.trainer.checkpoint_files import MANIFEST
 
@@ -258,21 +258,6 @@ def _with_its_run(checkpoint: Path) -> str:
     run = Path(os.path.normpath(checkpoint / ".." / ".."))
     shown = run if RunDirectory(run).config.is_file() else "RUN_DIR"
     return f"{checkpoint} is a checkpoint: name its run as well: {shown} --model {checkpoint}"
-
-
-def overrides_of_run(model: str) -> list[str]:
-    """Return the overrides with which the configuration of a run can be read, to use its weights.
-
-    `flash eval`, `flash rollout` and `flash export` call this.
-
-    Args:
-        model: the run, or the model or checkpoint that is used in its place.
-    """
-    chosen = chosen_model(model)
-    # The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it
-    # needs the architecture and the tokenizer of that model.
-    is_checkpoint = (Path(chosen) / MANIFEST).is_file()
-    return ["run.resume=false", *([] if is_checkpoint else [f"model.path={json.dumps(chosen)}"])]
 
 
 def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:

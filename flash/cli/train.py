@@ -23,10 +23,10 @@ from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir.rundir import RunDirectory
 from flash.text import harmless
 
 if TYPE_CHECKING:
+    from flash.run.restart import RunMark
     from flash.run.sft_rows import CourseTokens
 
 
@@ -118,7 +118,7 @@ def carry_out(
         return 0
     from flash.run.processes.launch import LOST
     from flash.run.processes.supervisor import End, say
-    from flash.run.restart import is_done
+    from flash.run.restart import is_done, run_mark
 
     if config.run.resume and is_done(config):
         left = how_to_continue(config, arguments.typed, None)
@@ -126,27 +126,10 @@ def carry_out(
         return 0
     before = run_mark(config)
     code = begin(config)
-    if code not in (End.OVER, LOST):
+    if code not in (End.OVER, LOST) and arguments.typed:
         end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
         say(f"{end}; {how_to_continue(config, arguments.typed, before)}")
     return code
-
-
-RunMark = tuple[int, int] | None
-"""Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is no run."""
-
-
-def run_mark(config: Config) -> RunMark:
-    """Return the mark of the run that the run directory holds; None if it holds none.
-
-    Each launch that gets as far as writing the configuration changes the mark. So comparing the marks before and after
-    a launch shows whether it has left anything to resume.
-    """
-    try:
-        found = RunDirectory(config.run_dir).config.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> str:
@@ -161,7 +144,7 @@ def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> st
         before: result of `run_mark` before the run was started.
     """
     from flash.run.processes.launcher import resume_command
-    from flash.run.restart import is_done
+    from flash.run.restart import is_done, run_mark
 
     if not config.run.resume and run_mark(config) == before:
         return f"the run had not started yet, so nothing is kept; start it with: {shlex.join(typed)}"

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
@@ -90,6 +90,54 @@ def load(
     return config
 
 
+def merge_tables(
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    sources: Iterable[tuple[str, Mapping[str, Any]]],
+    defaults: Mapping[str, Any],
+) -> tuple[dict[str, Any], Config]:
+    """Merge files and overrides with the tables of a Python program. Returns the result, as tables and decoded.
+
+    Only unknown keys and wrong types are found here. `load` makes all other checks when a command reads the tables.
+
+    Args:
+        files: configuration files; later ones take precedence.
+        overrides: as for `load`.
+        sources: nested tables, each with a phrase for its source in error messages. They take precedence over files and
+            overrides, and later ones over earlier ones. None unsets a key. With the source OVERRIDE an empty table
+            clears a table.
+        defaults: nested tables over which everything else takes precedence.
+
+    Raises:
+        ConfigError: a file cannot be read, or there are unknown keys or wrong types; the message names all of these.
+    """
+    merged, origins = _merged(files, overrides, defaults)
+    for source, table in sources:
+        _check_depth(dict(table), source)
+        _merge(merged, _written(table), source, origins)
+        for key in [key for key, value in flat(table) if value is None]:
+            _forget(merged, key)
+    return merged, _decode(merged, origins)
+
+
+def _written(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables in which the text NONE stands for None, as in a file."""
+    inner = ((key, _written(value) if isinstance(value, dict) else value) for key, value in table.items())
+    return {key: NONE if value is None else value for key, value in inner}
+
+
+def _forget(merged: dict[str, Any], key: str) -> None:
+    """Give a dotted key that a program has set to None its default, unless None differs from it.
+
+    `merged` holds the text NONE as the key's value so far. It stays for a key that may be None and may not be text, and
+    for an unknown key, which is refused later.
+    """
+    kinds = get_args(dict(keys()).get(key))
+    known = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for path in key_paths())
+    if known and (NoneType not in kinds or str in kinds):
+        _take_out(merged, key)
+
+
 def load_recorded(files: Sequence[Path], overrides: Sequence[str] = (), *, checked: bool = True) -> Config:
     """Read the configuration of an earlier run in order to train its batches again, without the run's surroundings.
 
@@ -118,13 +166,21 @@ def _decoded(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Config, d
         ConfigError: a source cannot be read, or has unknown keys or wrong types; the message names all of these.
     """
     merged, origins = _merged(files, overrides)
+    return _decode(merged, origins), origins
+
+
+def _decode(merged: dict[str, Any], origins: Mapping[str, str]) -> Config:
+    """Return merged tables as a configuration. Raises ConfigError for unknown keys and wrong types.
+
+    `origins`: the source of each key.
+    """
     _ignore_removed(merged, origins)
     if isinstance(merged.get("sft"), dict):
         merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
     decoded, problems = examine(merged, Config, "")
     if problems:
         raise refuse([_with_hint(problem, merged) for problem in problems], origins)
-    return decoded, origins
+    return decoded
 
 
 def _missing_folders(config: Config, origins: Mapping[str, str]) -> Iterator[ConfigProblem]:
@@ -182,14 +238,18 @@ def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:
     return set(_merged(paths, overrides)[1])
 
 
-def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merged(
+    files: Sequence[Path], overrides: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Read and merge all sources. Return the tables, and the source that set each dotted key last.
 
     Tables have dotted keys, too. A source is the path of a file, or OVERRIDE. An override with the bare word `none`
-    unsets its key. Raises ConfigError if a source cannot be read or is nested too deeply.
+    unsets its key. All sources take precedence over the nested tables `defaults`. Raises ConfigError if a source cannot
+    be read or is nested too deeply.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    _merge(merged, defaults, "default", origins)
     for file in files:
         read = read_toml(file)
         _merge(merged, read, str(file), origins)

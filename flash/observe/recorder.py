@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from flash.config.load import dump, recorded
+from flash.config.shipping import shipped_modules
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
 from flash.observe.alarms import Alarms, RaisedAlarm
@@ -23,7 +24,7 @@ from flash.observe.cluster import ClusterFile, HubNow
 from flash.observe.console import Console
 from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches, TokenText
-from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.rundir.summary import Summary, number, summarise
 from flash.observe.trackers.receivers import Receivers
 from flash.types import Activity, Batch, TrainedSample
@@ -60,8 +61,12 @@ class Recorder:
         self._now = now
         self._restarts = restarts
         # `recorded` makes the paths in the configuration absolute, so that another process can use the file.
-        self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
+        text = dump(recorded(config))
+        modules = shipped_modules(text)  # read now: a new run may move the directory in which they lie
+        self.directory = RunDirectory.open(config.run_dir, text, resume_at)
         """Directory of the run. The owner also reads evaluations and hub numbers from it."""
+        for name, content in modules.items():
+            write_atomically(self.directory.path / name, content)
         kept_rows = self.directory.read_metrics()
         self._run_start = now() - ((number(kept_rows[-1], "wall_s") or 0.0) if kept_rows else 0.0)
         """Time at which the run would have begun without interruptions, in Unix seconds; `wall_s` counts from it."""

@@ -145,6 +145,21 @@ def chosen_model(named: str) -> str:
     return str(checkpoint)
 
 
+def overrides_of_run(model: str) -> list[str]:
+    """Return the overrides with which the configuration of a run can be read, to use its weights.
+
+    `flash eval`, `flash rollout`, `flash export` and `flash.evaluate` call this.
+
+    Args:
+        model: the run, or the model or checkpoint that is used in its place.
+    """
+    chosen = chosen_model(model)
+    # The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it
+    # needs the architecture and the tokenizer of that model.
+    is_checkpoint = (Path(chosen) / MANIFEST).is_file()
+    return ["run.resume=false", *([] if is_checkpoint else [f"model.path={json.dumps(chosen)}"])]
+
+
 @contextmanager
 def model_folder(named: str, config: Config) -> Generator[str]:
     """Yield the path of a model folder, or a hub id, for the model that a user's argument `named` means.

@@ -176,6 +176,23 @@ def is_done(config: Config) -> bool:
     return finished and version_with_metrics(config) >= config.run.steps
 
 
+RunMark = tuple[int, int] | None
+"""Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is no run."""
+
+
+def run_mark(config: Config) -> RunMark:
+    """Return the mark of the run that the run directory holds; None if it holds none.
+
+    Each launch that gets as far as writing the configuration changes the mark. So comparing the marks before and after
+    a launch shows whether it has left anything to resume.
+    """
+    try:
+        found = RunDirectory(config.run_dir).config.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _steps_with_metrics(directory: RunDirectory) -> set[int]:
     """Return the steps that have a row of metrics. Rows without a step are skipped."""
     return {int(row["step"]) for row in directory.read_metrics() if "step" in row}

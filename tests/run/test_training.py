@@ -21,7 +21,7 @@ train.learning_rate = 0.5
 
 
 def test_what_is_unwise_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_NNODES", "2")
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -33,7 +33,7 @@ def test_what_is_unwise_is_told_before_anything_starts(
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match="this job has 2 node"):
         train(load(tmp_path / "run.toml", [f"run.output_dir={tmp_path}", f"model.path={tmp_path}"]))
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert "flash: warning: `train.learning_rate`: 0.5 is far above" in err
     assert out == ""
 

@@ -1,6 +1,7 @@
 """The run directory: all files that a run writes, their readers and writers, and `Followed` for files that still grow.
 
     config.toml                       the resolved configuration
+    flash_code_0123456789abcdef.py    functions and classes of a Python program, by value (flash.config.shipping)
     metrics.jsonl                     one object per step
     evals.jsonl                       one object per held-out evaluation
     spans.jsonl                       one `Activity` per line: an engine or a trainer rank did something for some time

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, MutableMapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,6 +59,10 @@ SHARED_MEMORY = "shared-memory"
 else distinguishes them from the names of other jobs."""
 ERROR_FILE = "error.json"
 """Name of the marker file in the run directory."""
+
+CALLER = "FLASH_CALLER"
+"""Environment variable of a command that a Python program has started (`flash.run.command`): the process id of the
+program, a colon, and the file in which the command leaves its error."""
 
 log = logging.getLogger("flash")
 
@@ -102,6 +106,16 @@ def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(RENDEZVOUS, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
 
 
+def caller_file(environment: Mapping[str, str]) -> Path | None:
+    """Return the file for the error of this command, if a Python program has started it; else None.
+
+    The command line calls this first. A command that an environment or agent of the run starts inherits the variable,
+    but is no child of the program, so it gets None.
+    """
+    pid, _, file = environment.get(CALLER, "").partition(":")
+    return Path(file) if pid == str(os.getppid()) else None
+
+
 def end_with_torchrun() -> None:
     """Start a thread that sends SIGTERM to this process when torchrun ends, if torchrun started it.
 
@@ -110,11 +124,19 @@ def end_with_torchrun() -> None:
     end of the script is noticed, and that of torchrun is not.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The end of torchrun is not noticed if it has ended already, so that the parent is init or a subreaper. The
-        # parent cannot be watched if it ends just now, or if it is outside of this process's PID namespace (id 0).
-        with suppress(OSError):
-            descriptor = os.pidfd_open(os.getppid())
-            threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Start a thread that sends SIGTERM to this process when its parent ends.
+
+    The parent is torchrun, or a Python program that has started this command.
+    """
+    # The end of the parent is not noticed if it has ended already, so that the parent is init or a subreaper. The
+    # parent cannot be watched if it ends just now, or if it is outside of this process's PID namespace (id 0).
+    with suppress(OSError):
+        descriptor = os.pidfd_open(os.getppid())
+        threading.Thread(target=_terminate_after, args=(descriptor,), daemon=True).start()
 
 
 def _terminate_after(descriptor: int) -> None:

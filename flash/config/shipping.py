@@ -1,0 +1,264 @@
+"""Code by value: functions and classes of a script or a notebook, for processes that cannot import them.
+
+A run names each function and class by its import path, and its processes import it. `import_paths` makes such a path
+for an object that a Python program gives to `flash.train`. An object of an importable module has a path already. All
+others are pickled by cloudpickle into one module, which lies beside the configuration. So the processes import them
+like any other module, and nothing else in Flash knows of them. The recorder copies the module into the run directory
+(`shipped_modules`), where the recorded configuration finds it.
+
+The name of the module contains a hash of its content. So changed code has another name, and a module that Python has
+imported, or a fingerprint of an environment, never stands for other code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import io
+import pickle
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import cloudpickle
+
+from flash.errors import ConfigError
+
+MODULE = re.compile(r"\bflash_code_[0-9a-f]{16}\b")
+"""Name of a module with code by value, in the text of a configuration."""
+LARGEST = 16 << 20
+"""Largest size of pickled code in bytes. Every process of a run reads it, so data belongs into a file."""
+DEEPEST = 20
+"""Largest number of parts in one another in which the cause of a failure is looked for."""
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""Version of this Python. Another version cannot read the bytecode of pickled functions."""
+
+KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (io.IOBase, "an open file"),
+    ((type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event), "a lock"),
+    (asyncio.AbstractEventLoop, "an event loop"),
+    (socket.socket, "an open connection"),
+    (threading.Thread, "a thread"),
+    (GeneratorType, "a running generator"),
+)
+"""Kinds of objects that users often have in global variables and that belong to one process, with words for them."""
+
+
+def import_paths(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Return the import path `module:name` of each function or class, and the module of those by value.
+
+    Args:
+        objects: functions and classes, each by the key of the configuration that names it.
+
+    Returns:
+        The import paths by the same keys, and the content of the module's file by its name; empty if none is needed.
+        The caller writes the file into a folder of the import path.
+
+    Raises:
+        ConfigError: an object cannot be pickled, or is too large. The message names the part that is at fault.
+    """
+    paths = {key: path for key, one in objects.items() if (path := _import_path(one)) is not None}
+    by_value = {key: one for key, one in objects.items() if key not in paths}
+    if not by_value:
+        return paths, {}
+    names = {key: _name_of(one, number) for number, (key, one) in enumerate(by_value.items())}
+    try:
+        # One pickle for all, so that two objects which use a third one still share it.
+        data = cloudpickle.dumps({names[key]: one for key, one in by_value.items()})
+    except Exception as error:  # objects of the user may raise anything while they are pickled
+        raise _refusal(by_value, error) from error
+    if len(data) > LARGEST:
+        raise _too_large(by_value, len(data))
+    text = base64.b85encode(data).decode("ascii")
+    module = f"flash_code_{hashlib.sha256(data).hexdigest()[:16]}"
+    content = (
+        '"""Functions and classes of a program that has called Flash, by value. Flash has written this file."""\n\n'
+        "from flash.config.shipping import unpacked\n\n"
+        f'globals().update(unpacked("{PYTHON}", "{text}"))\n'
+    )
+    return paths | {key: f"{module}:{name}" for key, name in names.items()}, {f"{module}.py": content.encode("ascii")}
+
+
+def unpacked(python: str, text: str) -> dict[str, Any]:
+    """Return the objects of a module with code by value, by their names. The module calls this when it is imported.
+
+    Args:
+        python: version of the Python that has pickled them.
+        text: the pickle, in Base85.
+
+    Raises:
+        ConfigError: this is another version of Python.
+    """
+    if python != PYTHON:
+        raise ConfigError(
+            f"this code was sent by a program in Python {python}, and only that version can read it; this is Python "
+            f"{PYTHON}: use the same version, or move the code to a module of its own"
+        )
+    return pickle.loads(base64.b85decode(text))
+
+
+def shipped_modules(text: str) -> dict[str, bytes]:
+    """Return the modules with code by value that a configuration names, as the content of each file by its name.
+
+    The recorder of a run calls this before it prepares the run directory, because a new run may move the directory that
+    has these files. Modules that are not found are left out; the import of one reports that.
+
+    Args:
+        text: the configuration as TOML.
+    """
+    found: dict[str, bytes] = {}
+    for name in set(MODULE.findall(text)):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            found[f"{name}.py"] = Path(spec.origin).read_bytes()
+    return found
+
+
+def _import_path(one: Any) -> str | None:
+    """Return the import path of a function or class; None if another process cannot import it.
+
+    That is so for objects of the main program, which would run again if it were imported, for lambdas, and for objects
+    that a function has defined.
+    """
+    module, name = getattr(one, "__module__", None), getattr(one, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is one else None
+
+
+def _name_of(one: Any, number: int) -> str:
+    """Return the name of an object in its module: its own name if that can be one, and is no name of Python's.
+
+    `number` distinguishes objects without such a name, such as lambdas.
+    """
+    name = getattr(one, "__name__", "")
+    return name if name.isidentifier() and not name.startswith("__") else f"function_{number}"
+
+
+class _Part(NamedTuple):
+    """Object that another one refers to, and that is pickled with it."""
+
+    where: str
+    """Phrase for the place of the object, such as ``its global variable `log` ``."""
+    value: Any
+
+
+def _refusal(objects: Mapping[str, Any], error: Exception) -> ConfigError:
+    """Return the error for objects that cannot be pickled. `objects`: by their keys."""
+    for key, one in objects.items():
+        if (cause := _failure(one)) is None:
+            continue
+        chain = _culprit(one)
+        last = chain[-1].value if chain else one
+        kind = next((words for types, words in KINDS if isinstance(last, types)), f"a {type(last).__name__}")
+        place = ", ".join(f"{part.where}" for part in chain)
+        what = f"{place} is {kind}" if chain else f"it is {kind}"
+        return ConfigError(
+            f"`{key}`: {_described(one)} cannot be sent to the processes of the run: {what} "
+            f"({type(cause).__name__}: {cause}). Make it inside of the function or class that uses it, or move the "
+            "code to a module of its own, which each process imports"
+        )
+    return ConfigError(f"{' and '.join(objects)} cannot be sent to the processes of the run: {error}")
+
+
+def _too_large(objects: Mapping[str, Any], size: int) -> ConfigError:
+    """Return the error for objects whose pickle has `size` bytes, with the largest object that they refer to."""
+    parts = [part for one in objects.values() for part in _parts(one) if _failure(part.value) is None]
+    largest = max(parts, key=lambda part: len(cloudpickle.dumps(part.value)), default=None)
+    named = f"; the largest part is {largest.where}" if largest is not None else ""
+    return ConfigError(
+        f"{' and '.join(f'`{name}`' for name in objects)}: the code with all that it refers to has {size >> 20} MiB, "
+        f"and at most {LARGEST >> 20} MiB can be sent to the processes of the run{named}: read it from a file inside "
+        "of the function or class that uses it"
+    )
+
+
+def _failure(one: Any) -> Exception | None:
+    """Return the error with which an object cannot be pickled; None if it can."""
+    try:
+        cloudpickle.dumps(one)
+    except Exception as error:  # objects of the user may raise anything while they are pickled
+        return error
+    return None
+
+
+def _culprit(one: Any) -> list[_Part]:
+    """Return the way from an object to the part of it that cannot be pickled, part by part; empty if it is itself."""
+    chain: list[_Part] = []
+    seen = {id(one)}
+    while len(chain) < DEEPEST and not any(isinstance(one, types) for types, _ in KINDS):
+        bad = (part for part in _parts(one) if id(part.value) not in seen and _failure(part.value) is not None)
+        if (part := next(bad, None)) is None:
+            break
+        chain.append(part)
+        one = part.value
+        seen.add(id(one))
+    return chain
+
+
+def _parts(one: Any) -> Iterator[_Part]:
+    """Yield the objects that are pickled with an object, as far as users know them."""
+    match one:
+        case FunctionType():
+            of = f"of {_described(one)}"
+            for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
+                try:
+                    yield _Part(f"the variable `{name}` around it", cell.cell_contents)
+                except ValueError:  # the variable has no value yet
+                    continue
+            for name in _global_names(one.__code__):
+                if name in one.__globals__:
+                    yield _Part(f"its global variable `{name}`", one.__globals__[name])
+            for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()):
+                yield _Part(f"a default value {of}", value)
+            yield from (_Part(f"its attribute `{name}`", value) for name, value in vars(one).items())
+        case MethodType():
+            yield _Part("its object", one.__self__)
+            yield _Part("its function", one.__func__)
+        case staticmethod() | classmethod():
+            yield _Part("its function", cast("Any", one).__func__)
+        case property():
+            yield from (_Part("its function", function) for function in (one.fget, one.fset) if function is not None)
+        case functools.partial():
+            yield _Part("its function", one.func)
+            yield from (_Part("an argument of its partial", value) for value in (*one.args, *one.keywords.values()))
+        case type():
+            if _import_path(one) is None:
+                # These two belong to the class itself. They cannot be pickled, and need not be.
+                own = ((name, value) for name, value in vars(one).items() if name not in ("__dict__", "__weakref__"))
+                yield from (_Part(f"its attribute `{name}`", value) for name, value in own)
+                yield from (_Part(f"its base {base.__name__}", base) for base in one.__bases__)
+        case dict():
+            values = cast("dict[Any, Any]", one)
+            yield from (_Part(f"its item {str(key)[:40]!r}", value) for key, value in values.items())
+        case list() | tuple() | set() | frozenset():
+            yield from (_Part("an item of it", value) for value in cast("list[Any]", one))
+        case ModuleType():
+            return
+        case _:
+            held = getattr(one, "__dict__", {})
+            yield from (_Part(f"its attribute `{name}`", value) for name, value in held.items())
+
+
+def _global_names(code: CodeType) -> list[str]:
+    """Return the names that a function, and the functions inside of it, may look up in the global variables."""
+    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _global_names(one))
+    return list(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _described(one: Any) -> str:
+    """Return the name of a function or class with the file and line of a function, for error messages."""
+    name = getattr(one, "__qualname__", type(one).__name__)
+    code = getattr(one, "__code__", None)
+    return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if isinstance(code, CodeType) else name

@@ -1,0 +1,160 @@
+"""Commands of Flash that a Python program starts: a process of their own, its output, its end and its error.
+
+`flash.run.training` calls `run_command`. The command does the same as one that a user types, and the program imports
+neither torch nor vLLM for it. In a terminal the command prints as it does there. In a notebook one block of output
+shows the last lines, so that a long run does not flood the notebook.
+
+Signals reach the command through the program, because it leads a session of its own. So it does not matter if a
+terminal, a notebook or another program interrupts: the first signal ends the run in order, and a second Ctrl-C ends it
+at once. If the program is killed, the command notices it and ends the run in order (`flash.cli.main`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from flash.errors import FlashError, error_of
+from flash.run.processes.launch import HANDLED_SIGNALS
+from flash.run.processes.launch_state import CALLER
+from flash.run.processes.supervisor import End
+from flash.text import harmless
+
+INTERRUPTED = (End.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a command that a signal has ended. The negative ones are of a command that did not handle it yet."""
+SHOWN_LINES = 24
+"""Number of last lines of output that a notebook shows: a header and the steps after it."""
+KEPT_LINES = 8
+"""Number of warnings and errors that a notebook shows above the last lines."""
+KEPT = ("flash: warning", "flash: error", "warning:", "WARNING", "ERROR")
+"""Beginnings of the lines of output that are warnings and errors."""
+
+
+class Display(Protocol):
+    """Block of output of a notebook, as IPython's `display` returns it for `display_id=True`."""
+
+    def update(self, obj: Any, *, raw: bool) -> object:
+        """Replace the content of the block. `obj` is the content by its MIME type, for which `raw` must be True."""
+        ...
+
+
+def run_command(words: Sequence[str], show: Callable[..., Display] | None) -> int:
+    """Run `flash WORDS` to its end in a process of its own, and return its exit code.
+
+    Args:
+        words: name and arguments of the command.
+        show: function that makes a block of output in a notebook, as `notebook` returns it. None: the command writes to
+            the output of this process.
+
+    Raises:
+        FlashError: the command has refused its input; this is its error.
+        KeyboardInterrupt: a signal has ended the command. None of its processes is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="flash-caller-") as folder:
+        file = Path(folder) / "error.json"
+        for stream in (sys.stdout, sys.stderr):  # what the program has printed comes first
+            stream.flush()
+        with _started(words, file, piped=show is not None) as (process, signals):
+            if show is not None:
+                _follow(process, show)
+            code = process.wait()
+        if signals or code in INTERRUPTED:
+            raise KeyboardInterrupt
+        if file.is_file():
+            row = json.loads(file.read_text(encoding="utf-8"))
+            raise error_of(row["error"], row["message"]) or FlashError(row["message"])
+        return code
+
+
+def notebook() -> Callable[..., Display] | None:
+    """Return IPython's function `display` if this process is the kernel of a notebook; else None."""
+    # A program that runs in a notebook's kernel has IPython already.
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if get_shell is None or not hasattr(get_shell(), "kernel"):
+        return None
+    return import_module("IPython.display").display
+
+
+@contextmanager
+def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Start a command, and pass the signals of this process on to it while the block runs.
+
+    Yields the process and the list of signals so far. If the block ends while the command runs, because of an error of
+    this process, the command is ended in order.
+
+    Args:
+        words: name and arguments of the command.
+        file: file in which the command leaves its error.
+        piped: True if this process reads the output of the command.
+    """
+    received: list[int] = []
+    early: list[int] = []  # signals that came before there was a process
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        """Note a signal, and send it to the command. A signal handler, in the main thread."""
+        received.append(number)
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    handled: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # only there may signals be handled
+        # A signal that this process ignores, as under nohup, is ignored by the command too.
+        found = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
+        handled = {number: before for number, before in found.items() if before not in (signal.SIG_IGN, None)}
+    for number in handled:
+        signal.signal(number, pass_on)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flash", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
+            env={**os.environ, CALLER: f"{os.getpid()}:{file}"},
+            start_new_session=True,
+        )
+        for number in early:
+            process.send_signal(number)
+        try:
+            yield process, received
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    finally:
+        for number, before in handled.items():
+            signal.signal(number, before)
+
+
+def _follow(process: subprocess.Popen[bytes], show: Callable[..., Display]) -> None:
+    """Show the output of a command in one block of a notebook until the command closes it."""
+    assert process.stdout is not None
+    lines, kept = deque[str](maxlen=SHOWN_LINES), deque[str](maxlen=KEPT_LINES)
+    display: Display | None = None
+    rest = b""
+    # `read1` returns what is there. Lines that arrive while the block is updated become one update.
+    while data := process.stdout.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]: a buffered reader
+        *whole, rest = (rest + data).split(b"\n")
+        for line in (harmless(one.decode("utf-8", "replace")) for one in whole):
+            (kept if line.startswith(KEPT) else lines).append(line)
+        content = {"text/plain": "\n".join((*kept, *lines))}
+        if display is None:
+            display = show(content, raw=True, display_id=True)
+        else:
+            display.update(content, raw=True)
