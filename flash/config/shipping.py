@@ -6,26 +6,39 @@ others are pickled by cloudpickle into one module, which lies beside the configu
 like any other module, and nothing else in Flash knows of them. The recorder copies the module into the run directory
 (`shipped_modules`), where the recorded configuration finds it.
 
-The name of the module contains a hash of its content. So changed code has another name, and a module that Python has
-imported, or a fingerprint of an environment, never stands for other code.
+The name of the module contains a hash of the code. So changed code has another name, and a module that Python has
+imported, or a fingerprint of an environment, never stands for other code. A run that is resumed with the same code has
+the same name, although cloudpickle writes classes and sets differently in each process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import copyreg
 import functools
 import hashlib
 import io
+import json
 import pickle
 import re
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
@@ -41,6 +54,8 @@ DEEPEST = 20
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Version of this Python. Another version cannot read the bytecode of pickled functions."""
 
+NOT_PICKLED = ("_abc_impl", "__firstlineno__", "__module__")
+"""Attributes of a class that Python makes again with the class, or that say only where it was written."""
 KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (io.IOBase, "an open file"),
     ((type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event), "a lock"),
@@ -69,16 +84,20 @@ def import_paths(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, 
     by_value = {key: one for key, one in objects.items() if key not in paths}
     if not by_value:
         return paths, {}
-    names = {key: _name_of(one, number) for number, (key, one) in enumerate(by_value.items())}
+    names: dict[str, str] = {}
+    for key, one in by_value.items():
+        name = getattr(one, "__name__", "")
+        usable = name.isidentifier() and not name.startswith("__") and name not in names.values()
+        names[key] = name if usable else f"object_{len(names)}"
+    members = {names[key]: one for key, one in by_value.items()}
     try:
-        # One pickle for all, so that two objects which use a third one still share it.
-        data = cloudpickle.dumps({names[key]: one for key, one in by_value.items()})
+        data = cloudpickle.dumps(members)  # all in one pickle, so that two which use a third one still share it
     except Exception as error:  # objects of the user may raise anything while they are pickled
         raise _refusal(by_value, error) from error
     if len(data) > LARGEST:
         raise _too_large(by_value, len(data))
     text = base64.b85encode(data).decode("ascii")
-    module = f"flash_code_{hashlib.sha256(data).hexdigest()[:16]}"
+    module = f"flash_code_{_digest(members, {})[:16]}"
     content = (
         '"""Functions and classes of a program that has called Flash, by value. Flash has written this file."""\n\n'
         "from flash.config.shipping import unpacked\n\n"
@@ -137,20 +156,73 @@ def _import_path(one: Any) -> str | None:
     return f"{module}:{name}" if found is one else None
 
 
-def _name_of(one: Any, number: int) -> str:
-    """Return the name of an object in its module: its own name if that can be one, and is no name of Python's.
+def _digest(one: Any, seen: dict[int, Any]) -> str:
+    """Return a hash of an object that is pickled by value, which is the same in each process that has the same code.
 
-    `number` distinguishes objects without such a name, such as lambdas.
+    Files and line numbers do not count: code that has only moved is the same code. `seen` has the objects so far by
+    their ids. One that is met again counts by its place among them, because functions may refer to each other in a
+    circle.
     """
-    name = getattr(one, "__name__", "")
-    return name if name.isidentifier() and not name.startswith("__") else f"function_{number}"
+    if id(one) in seen:
+        return f"again {list(seen).index(id(one))}"
+    if one is None or isinstance(one, str | int | float | dict | list | tuple):
+        with suppress(TypeError, ValueError):  # it holds something else, or itself
+            return json.dumps(one)
+    own = ""
+    match one:
+        case FunctionType() | BuiltinFunctionType() | type() if (path := _import_path(one)) is not None:
+            return path
+        case FunctionType():
+            seen[id(one)] = one
+            own, parts = _code_text(one.__code__), _parts(one)
+        case type() | dict() | list() | MethodType() | functools.partial():
+            seen[id(one)] = one
+            parts = _parts(one)
+        case tuple() | set() | frozenset() | staticmethod() | classmethod() | property():
+            parts = _parts(one)
+        case ModuleType():
+            own, parts = one.__name__, iter(())
+        case bytes() | bytearray() | complex():
+            own, parts = repr(one), iter(())
+        case _:
+            seen[id(one)] = one
+            parts = (_Part("", part) for part in _reduced(one))
+    digests = [f"{part.where}={_digest(part.value, seen)}" for part in parts]
+    digests = sorted(digests) if isinstance(one, set | frozenset) else digests
+    text = "\0".join([str(type(one)), own, *digests])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _reduced(one: Any) -> list[Any]:
+    """Return the parts from which pickle makes an object again: its class or a function, arguments, state and items."""
+    try:
+        reduce = copyreg.dispatch_table.get(type(one))
+        made = one.__reduce_ex__(4) if reduce is None else reduce(one)
+        return [made] if isinstance(made, str) else [[*part] if isinstance(part, Iterator) else part for part in made]
+    except Exception:  # only cloudpickle can pickle it, or only together with the class that it is a part of
+        with suppress(Exception):
+            return [cloudpickle.dumps(one)]
+        return []
+
+
+def _code_text(code: CodeType) -> str:
+    """Return everything that decides what a function's code does, as text; not its file and lines."""
+    constants = (
+        _code_text(one)
+        if isinstance(one, CodeType)
+        else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+        for one in code.co_consts
+    )
+    names = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    return repr((names, counts, code.co_code, code.co_exceptiontable, *constants))
 
 
 class _Part(NamedTuple):
     """Object that another one refers to, and that is pickled with it."""
 
     where: str
-    """Phrase for the place of the object, such as ``its global variable `log` ``."""
+    """Phrase for the object, such as ``the global variable `log` ``."""
     value: Any
 
 
@@ -161,11 +233,10 @@ def _refusal(objects: Mapping[str, Any], error: Exception) -> ConfigError:
             continue
         chain = _culprit(one)
         last = chain[-1].value if chain else one
-        kind = next((words for types, words in KINDS if isinstance(last, types)), f"a {type(last).__name__}")
-        place = ", ".join(f"{part.where}" for part in chain)
-        what = f"{place} is {kind}" if chain else f"it is {kind}"
+        kind = next((words for types, words in KINDS if isinstance(last, types)), f"an object of {type(last).__name__}")
+        place = " of ".join(part.where for part in reversed(chain)) or "it"
         return ConfigError(
-            f"`{key}`: {_described(one)} cannot be sent to the processes of the run: {what} "
+            f"`{key}`: {_described(one)} cannot be sent to the processes of the run, because {place} is {kind} "
             f"({type(cause).__name__}: {cause}). Make it inside of the function or class that uses it, or move the "
             "code to a module of its own, which each process imports"
         )
@@ -211,7 +282,6 @@ def _parts(one: Any) -> Iterator[_Part]:
     """Yield the objects that are pickled with an object, as far as users know them."""
     match one:
         case FunctionType():
-            of = f"of {_described(one)}"
             for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
                 try:
                     yield _Part(f"the variable `{name}` around it", cell.cell_contents)
@@ -219,36 +289,36 @@ def _parts(one: Any) -> Iterator[_Part]:
                     continue
             for name in _global_names(one.__code__):
                 if name in one.__globals__:
-                    yield _Part(f"its global variable `{name}`", one.__globals__[name])
+                    yield _Part(f"the global variable `{name}`", one.__globals__[name])
             for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()):
-                yield _Part(f"a default value {of}", value)
-            yield from (_Part(f"its attribute `{name}`", value) for name, value in vars(one).items())
+                yield _Part("a default value", value)
+            yield from (_Part(f"the attribute `{name}`", value) for name, value in vars(one).items())
         case MethodType():
-            yield _Part("its object", one.__self__)
-            yield _Part("its function", one.__func__)
+            yield _Part("the object", one.__self__)
+            yield _Part("the function", one.__func__)
         case staticmethod() | classmethod():
-            yield _Part("its function", cast("Any", one).__func__)
+            yield _Part("the function", cast("Any", one).__func__)
         case property():
-            yield from (_Part("its function", function) for function in (one.fget, one.fset) if function is not None)
+            yield from (_Part("the function", function) for function in (one.fget, one.fset) if function is not None)
         case functools.partial():
-            yield _Part("its function", one.func)
-            yield from (_Part("an argument of its partial", value) for value in (*one.args, *one.keywords.values()))
+            yield _Part("the function", one.func)
+            yield from (_Part("an argument", value) for value in (*one.args, *one.keywords.values()))
         case type():
             if _import_path(one) is None:
-                # These two belong to the class itself. They cannot be pickled, and need not be.
-                own = ((name, value) for name, value in vars(one).items() if name not in ("__dict__", "__weakref__"))
-                yield from (_Part(f"its attribute `{name}`", value) for name, value in own)
-                yield from (_Part(f"its base {base.__name__}", base) for base in one.__bases__)
+                for name, value in vars(one).items():
+                    if name not in NOT_PICKLED and not isinstance(value, GetSetDescriptorType | MemberDescriptorType):
+                        yield _Part(f"the attribute `{name}`", value)
+                yield from (_Part(f"the base {base.__name__}", base) for base in one.__bases__)
         case dict():
             values = cast("dict[Any, Any]", one)
-            yield from (_Part(f"its item {str(key)[:40]!r}", value) for key, value in values.items())
+            yield from (_Part(f"the item {str(key)[:40]!r}", value) for key, value in values.items())
         case list() | tuple() | set() | frozenset():
-            yield from (_Part("an item of it", value) for value in cast("list[Any]", one))
+            yield from (_Part("an item", value) for value in cast("list[Any]", one))
         case ModuleType():
             return
         case _:
             held = getattr(one, "__dict__", {})
-            yield from (_Part(f"its attribute `{name}`", value) for name, value in held.items())
+            yield from (_Part(f"the attribute `{name}`", value) for name, value in held.items())
 
 
 def _global_names(code: CodeType) -> list[str]:

@@ -14,7 +14,7 @@ import shlex
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -284,10 +284,9 @@ def _written(
     given = {key for _, table in sources for key, value in flat(table) if value is not None}
     if twice := sorted(given & {key for key, _ in flat(chosen)}):
         raise ConfigError(f"`{twice[0]}` is given twice: by an argument and in `settings`")
-    objects: dict[str, Any] = {}
-    plain = [(source, _plain(table, "", objects)) for source, table in (*sources, (OVERRIDE, chosen))]
-    paths, modules = import_paths(objects)
-    named = [(source, _with_paths(table, "", paths)) for source, table in plain]
+    plain = [(source, _plain(table)) for source, table in (*sources, (OVERRIDE, chosen))]
+    paths, modules = import_paths({one.key: one.value for _, table in plain for one in _objects_in(table)})
+    named = [(source, _with_paths(table, paths)) for source, table in plain]
     merged, decoded = merge_tables(files, overrides, [*tables, *named], {"run": {"name": NAME}})
     # The command is no child of the caller's script, and its configuration lies elsewhere. So it needs the folders in
     # which both would look for modules.
@@ -348,16 +347,21 @@ def _of_environment(
             raise ConfigError(f"`env`: expected a class with reset, step and close, got {_shown(env)}")
     _check_function("reward", reward, "answer", "row")
     _check_function("agent", agent, "base_url", "api_key", "task")
-    table: dict[str, Any] = {"path": env, "options": {}}
+    table: dict[str, Any] = {"path": _object("env", env), "options": {}}
     if data is not None:
         table = {"path": DATA_SET, "options": {"path": _absolute(data)}}
         if reward is not None:
-            table["options"]["reward"] = reward
+            table["options"]["reward"] = _object("reward", reward)
     if agent is not None:
         tasks = {} if data is None and env is None else {"tasks": table}
-        table = {"path": AGENT, "options": {"function": agent, **tasks}}
+        table = {"path": AGENT, "options": {"function": _object("agent", agent), **tasks}}
     # Options of another environment, which a configuration may have, would not fit this one.
     return [(OVERRIDE, {"env": {"options": {}}}), ("arguments of the call", {"env": table})]
+
+
+def _object(argument: str, value: Named | None) -> Any:
+    """Return the value of an argument, with its name if it is no import path."""
+    return value if value is None or isinstance(value, str) else _Object(argument, value)
 
 
 def _check_function(argument: str, function: Named | None, *parameters: str) -> None:
@@ -419,19 +423,22 @@ def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     return nested
 
 
-def _plain(value: Any, key: str, objects: dict[str, Any]) -> Any:
-    """Return a value of a caller in types that TOML has. Functions and classes are left, and added to `objects`.
+class _Object(NamedTuple):
+    """Function or class in the tables of a call, which becomes an import path."""
 
-    Args:
-        value: the value.
-        key: dotted path of the value; empty for the table of all.
-        objects: functions and classes by the dotted path of their key.
+    key: str
+    """Argument or key of the configuration, for error messages. Two different objects have different keys."""
+    value: Any
 
-    Raises:
-        ConfigError: the value, or a value in it, is of another type.
+
+def _plain(value: Any, key: str = "") -> Any:
+    """Return a value of a caller in types that TOML has, with an `_Object` for each function and class.
+
+    `key` is the dotted path of the value; empty for the table of all. Raises ConfigError if the value, or a value in
+    it, is of another type.
     """
     match value:
-        case None | str() | bool() | int() | float():
+        case None | str() | bool() | int() | float() | _Object():
             return value
         case Path():
             return str(value)
@@ -439,27 +446,37 @@ def _plain(value: Any, key: str, objects: dict[str, Any]) -> Any:
             return value.item()
         case Mapping():
             table = cast("Mapping[str, Any]", value)
-            return {
-                str(name): _plain(one, f"{key}.{name}" if key else str(name), objects) for name, one in table.items()
-            }
+            return {str(name): _plain(one, f"{key}.{name}" if key else str(name)) for name, one in table.items()}
         case list() | tuple():
-            return [_plain(one, f"{key}[{place}]", objects) for place, one in enumerate(cast("list[Any]", value))]
+            return [_plain(one, f"{key}[{place}]") for place, one in enumerate(cast("list[Any]", value))]
         case _ if callable(value):
-            objects[key] = value
-            return value
+            return _Object(key, value)
         case _:
             expected = "expected text, a number, true or false, a list, a dict, a function or a class"
             raise ConfigError(f"`{key}`: {expected}, got a value of type {type(value).__name__}")
 
 
-def _with_paths(value: Any, key: str, paths: Mapping[str, str]) -> Any:
-    """Return a value with the import path in place of each function and class. `paths`: by the dotted path of the key,
-    which `_plain` has found."""
-    if key in paths:
-        return paths[key]
-    if isinstance(value, dict):
-        table = cast("dict[str, Any]", value)
-        return {name: _with_paths(one, f"{key}.{name}" if key else name, paths) for name, one in table.items()}
-    if isinstance(value, list):
-        return [_with_paths(one, f"{key}[{place}]", paths) for place, one in enumerate(cast("list[Any]", value))]
-    return value
+def _objects_in(value: Any) -> Iterator[_Object]:
+    """Yield each function and class in a value that `_plain` has returned."""
+    match value:
+        case _Object():
+            yield value
+        case dict() | list():
+            items = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+            for one in items:
+                yield from _objects_in(one)
+        case _:
+            pass
+
+
+def _with_paths(value: Any, paths: Mapping[str, str]) -> Any:
+    """Return a value that `_plain` has returned with an import path for each function and class. `paths`: by key."""
+    match value:
+        case _Object(key=key):
+            return paths[key]
+        case dict():
+            return {name: _with_paths(one, paths) for name, one in cast("dict[str, Any]", value).items()}
+        case list():
+            return [_with_paths(one, paths) for one in cast("list[Any]", value)]
+        case _:
+            return value
