@@ -154,7 +154,7 @@ def _follow(process: subprocess.Popen[bytes], show: Callable[..., Display]) -> N
         for line in (harmless(one.decode("utf-8", "replace")) for one in whole):
             (kept if line.startswith(KEPT) else lines).append(line)
         content = {"text/plain": "\n".join((*kept, *lines))}
-        if display is None:
-            display = show(content, raw=True, display_id=True)
-        else:
+        if display is not None:
             display.update(content, raw=True)
+        elif whole:
+            display = show(content, raw=True, display_id=True)

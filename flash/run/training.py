@@ -90,11 +90,8 @@ def train(
         FlashError: the run failed.
         KeyboardInterrupt: the run was interrupted, and all of its processes have ended. It can be resumed.
     """
-    sources = _of_model(model, name)
-    if steps is not None:
-        sources.append(("argument `steps`", {"run": {"steps": steps}}))
-    sources += _of_environment(config, data, reward, env, agent)
-    return _run("train", config, sources, settings, resume=resume)
+    given: dict[str, Any] = {"model": model, "data": data, "reward": reward, "env": env, "agent": agent}
+    return _run("train", written(config, **given, steps=steps, name=name, settings=settings), resume=resume)
 
 
 def sft(
@@ -131,7 +128,7 @@ def sft(
         sources.append(("argument `data`", {"sft": {"data": _absolute(data)}}))
     if epochs is not None:
         sources.append(("argument `epochs`", {"sft": {"epochs": epochs}}))
-    return _run("sft", config, sources, settings, resume=resume)
+    return _run("sft", _written(config, (), sources, settings), resume=resume)
 
 
 def evaluate(
@@ -166,13 +163,20 @@ def evaluate(
     if samples is not None and (not isinstance(samples, int) or samples < 1):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(f"`samples`: expected a number of answers of at least 1, got {samples!r}")
     run = Path(config) if isinstance(config, str | Path) and RunDirectory(Path(config)).config.is_file() else None
-    base = config if run is None else RunDirectory(run).config
-    sources = _of_model(model if run is None else None, None) + _of_environment(base, data, reward, env, agent)
     chosen = None if run is None else str(run if model is None else model)
-    written = _written(base, [] if chosen is None else overrides_of_run(chosen), sources, settings)
+    call = written(
+        config if run is None else RunDirectory(run).config,
+        overrides=() if chosen is None else overrides_of_run(chosen),
+        model=model if run is None else None,
+        data=data,
+        reward=reward,
+        env=env,
+        agent=agent,
+        settings=settings,
+    )
     with tempfile.TemporaryDirectory(prefix="flash-eval-") as name:
         folder = Path(name)
-        file, result, transcripts = written.put(folder), folder / "result.json", folder / "episodes.jsonl"
+        file, result, transcripts = call.put(folder), folder / "result.json", folder / "episodes.jsonl"
         words = ["eval", str(file), "--json", str(result), "--transcripts", str(transcripts)]
         words += [] if chosen is None else ["--model", chosen]
         words += [] if samples is None else ["--samples", str(samples)]
@@ -183,34 +187,29 @@ def evaluate(
         return read_evaluation(result, transcripts)
 
 
-def _run(
-    command: str, config: Source | None, sources: list[Table], settings: Mapping[str, Any] | None, *, resume: bool
-) -> RunResult | None:
+def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
     """Run `flash train` or `flash sft` to its end, and return its result; see `train`.
 
     Args:
         command: `train` or `sft`.
-        config: configuration to begin with.
-        sources: tables of the other arguments.
-        settings: any keys of the configuration.
+        call: configuration of the run.
         resume: continue the run in its folder.
     """
-    written = _written(config, [], sources, settings)
-    run_dir, output_dir = written.config.run_dir, Path(written.config.run.output_dir)
+    run_dir, output_dir = call.config.run_dir, Path(call.config.run.output_dir)
     use_torchrun_variables(os.environ)
     end_with_torchrun()
-    begun, before = time.time(), run_mark(written.config)
+    begun, before = time.time(), run_mark(call.config)
     with writing(output_dir, "check that run.output_dir names a folder you may write to"):
         output_dir.mkdir(parents=True, exist_ok=True)
         # The processes of the run import code from this folder, so that it is on the disk that all nodes share.
         scratch = tempfile.TemporaryDirectory(prefix=f".{run_dir.name}.", dir=output_dir)
     with scratch as folder:
-        file = written.put(Path(folder))
+        file = call.put(Path(folder))
         try:
             with _arguments_named(file):
                 code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook())
         except KeyboardInterrupt:
-            if run_mark(written.config) != before or resume:
+            if run_mark(call.config) != before or resume:
                 again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
                 say(f"interrupted; go on with the argument resume=True, or with: {again}")
             raise
@@ -245,7 +244,7 @@ def _arguments_named(file: Path) -> Generator[None]:
         raise
 
 
-class _Written(NamedTuple):
+class Call(NamedTuple):
     """Configuration that a call amounts to."""
 
     config: Config
@@ -264,9 +263,35 @@ class _Written(NamedTuple):
         return file
 
 
+def written(
+    config: Source | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    reward: Named | None = None,
+    env: Named | None = None,
+    agent: Named | None = None,
+    steps: int | None = None,
+    name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Call:
+    """Return the configuration that a call of `train` or `evaluate` amounts to.
+
+    `overrides` are settings for `config`, as a command takes them. The other arguments are those of `train`.
+
+    Raises:
+        ConfigError: arguments do not go together or are wrong, or a function or class cannot be sent to a process.
+    """
+    sources = _of_model(model, name)
+    if steps is not None:
+        sources.append(("argument `steps`", {"run": {"steps": steps}}))
+    return _written(config, overrides, [*sources, *_of_environment(config, data, reward, env, agent)], settings)
+
+
 def _written(
     config: Source | None, overrides: Sequence[str], sources: Sequence[Table], settings: Mapping[str, Any] | None
-) -> _Written:
+) -> Call:
     """Return the configuration that a call amounts to.
 
     Args:
@@ -293,7 +318,7 @@ def _written(
     beside = [str(file.resolve().parent) for file in files]
     own = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
     merged["env"]["folders"] = list(dict.fromkeys((*decoded.env.folders, *beside, *own)))
-    return _Written(decoded, tomli_w.dumps(merged), modules)
+    return Call(decoded, tomli_w.dumps(merged), modules)
 
 
 def _files_of(config: object) -> list[Path]:

@@ -224,3 +224,43 @@ async def test_all_wrong_rows_are_named_before_an_engine_starts(tmp_path):
     own = DatasetOptions(path=write(tmp_path / "rows.jsonl", rows[:2]), verifier="tests.envs.rewards.verifiers:length")
     await DatasetEnv.prepare(own)
     assert sorted(DatasetEnv.solution_of(seed, own) for seed in (0, HELD_OUT)) == ['["b","c"]', "e"]
+
+
+SEEN = "tests.envs.rewards.verifiers:points"
+
+
+@pytest.mark.anyio
+async def test_a_reward_gets_the_whole_row_and_needs_no_answer(tmp_path):
+    rows = [{"prompt": f"q{i}", "points": i, "tags": ["a", "b"]} for i in range(9)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    env = env_of(path, reward=SEEN)
+    shown, _ = await env.reset(0)
+    assert (await env.step("a b"))[1] == 2 * int(shown.removeprefix("q"))
+    assert DatasetEnv.solution_of(0, DatasetOptions(path=path, reward=SEEN)) is None
+    with pytest.raises(ConfigError, match="none of the columns answer, "):
+        DatasetEnv.check(DatasetOptions(path=path))
+
+
+@pytest.mark.anyio
+async def test_a_reward_takes_rows_that_a_verifier_could_not_compare(tmp_path):
+    rows = [{"prompt": "q0", "points": 1, "answer": ["b", "c"]}, {"prompt": "q1", "points": 1, "answer": None}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    await DatasetEnv.prepare(DatasetOptions(path=path, reward=SEEN))
+
+
+@pytest.mark.anyio
+async def test_a_reward_that_changes_its_row_changes_it_for_itself_alone(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "points": 1} for i in range(2)])
+    for _ in range(2):
+        env = env_of(path, reward="tests.envs.rewards.verifiers:takes_points")
+        await env.reset(0)
+        assert (await env.step(""))[1] == 1.0
+
+
+def test_a_reward_and_a_verifier_are_not_both_given(rows):
+    with pytest.raises(ConfigError, match="expected one of `reward` and `verifier`"):
+        DatasetOptions(path=rows, reward=SEEN, verifier="envs.rewards.math:math_equal")
+    with pytest.raises(ConfigError, match=r"no verifier 'envs\.rewards\.exact:nothing'"):
+        DatasetEnv.check(DatasetOptions(path=rows, reward="envs.rewards.exact:nothing"))
+    with pytest.raises(ConfigError, match="has no column 'answr'"):
+        DatasetEnv.check(DatasetOptions(path=rows, reward=SEEN, answer_column="answr"))

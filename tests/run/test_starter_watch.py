@@ -82,6 +82,16 @@ def test_a_killed_torchrun_interrupts_the_launcher() -> None:
     assert torchrun.communicate("x", timeout=60)[0] == "in order\n"
 
 
+def test_a_killed_program_interrupts_the_command_that_it_has_started() -> None:
+    watching = PROCESS.replace("end_with_launcher({grace}, speaks=True)", "end_with_parent()")
+    watching = watching.replace("import end_with_launcher", "import end_with_parent")
+    command = [sys.executable, "-c", LAUNCHER, watching.format(handler=IN_ORDER), "wait"]
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "here\n"
+    assert program.communicate("x", timeout=60)[0] == "in order\n"
+
+
 def test_a_torchrun_outside_of_the_container_is_not_watched() -> None:
     program = (
         "import os, threading\nfrom flash.run.processes.launch_state import end_with_torchrun\n"

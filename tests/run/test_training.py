@@ -1,15 +1,18 @@
-"""What `flash.train` tells of a configuration that is unwise, and of a run that failed."""
+"""What `flash.train` makes of its arguments, and what it tells of a wrong or unwise one and of a run that failed."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from flash.config.load import load
 from flash.errors import ConfigError, FlashError, WeightsError
-from flash.run.training import error_left, train
+from flash.run.training import error_left, evaluate, sft, train, written
 
 CONFIG = """
 run.name = "test"
@@ -18,6 +21,181 @@ env.path = "envs.arithmetic:Arithmetic"
 cluster.gpus_per_node = 0
 train.learning_rate = 0.5
 """
+
+
+class Env:
+    """Environment that a program has."""
+
+    def reset(self, seed: int) -> None: ...
+
+    def step(self, action: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def reward(answer: str, row: dict[str, Any]) -> float:
+    return float(answer == row["answer"])
+
+
+def solve(base_url: str, api_key: str, task: str) -> str:
+    return task
+
+
+GIVEN: dict[str, Any] = {"model": "a/b", "data": "rows.jsonl", "reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"steps": "30"}, '`run.steps` (argument `steps`): expected an integer above 0, got "30"'),
+        ({"steps": 0}, "`run.steps` (argument `steps`): expected an integer above 0, got 0"),
+        ({"model": None}, "`model.path`: is missing"),
+        ({"model": 5}, "`model.path` (argument `model`): expected text, got 5"),
+        ({"model": object()}, "`model.path`: expected text, a number, true or false, a list, a dict, a function or a"),
+        ({"name": "a/b"}, "`run.name` (argument `name`): expected text matching"),
+        ({"settings": {"train.async_ration": 2}}, "no such key; did you mean `train.async_ratio`?"),
+        ({"settings": {"train": {"async_ration": None}}}, "no such key; did you mean `train.async_ratio`?"),
+        ({"settings": {"run": {"steps": 4}}, "steps": 3}, "`run.steps` is given twice"),
+        ({"settings": {"train": 3, "train.batch_size": 4}}, "`train.batch_size` lies in a key that has a value"),
+        ({"settings": ["a"]}, "`settings`: expected a dict of keys and values, got a value of type list"),
+        ({"settings": {3: 4}}, "`settings`: expected text as each key, got 3"),
+        ({"settings": {"env.options.rows": {1, 2}}}, "`env.options.rows`: expected text, a number,"),
+        ({"config": {"run": 3}}, "`config`: expected a TOML file, a list of TOML files or a flash.Config"),
+        ({"config": "nope.toml"}, "there is no configuration file nope.toml"),
+        ({"env": Env}, "`env` and `data` are both given"),
+        ({"env": Env, "data": None}, "`env` and `reward` are both given"),
+        ({"data": None}, "`reward` is given without `data`"),
+        ({"data": None, "reward": None}, "there are no problems to answer"),
+        ({"reward": lambda answer: 1.0}, "`reward`: expected a function (answer, row), got <lambda>(answer)"),
+        ({"reward": 3}, "`reward`: expected a function (answer, row), got a value of type int"),
+        ({"agent": reward}, "`agent`: expected a function (base_url, api_key, task), got reward(answer: "),
+        ({"env": reward, "data": None, "reward": None}, "a class with reset, step and close, got reward("),
+        ({"env": Env(), "data": None, "reward": None}, "with reset, step and close, got a value of type Env"),
+        ({"env": Path, "data": None, "reward": None}, "with reset, step and close, got the class Path"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_one_error_before_anything_starts(
+    changed: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        train(**GIVEN | changed)
+    assert told in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
+    with pytest.raises(ConfigError, match="expected a number above 0"):
+        sft(model="a/b", data="rows.jsonl", epochs=0)
+    with pytest.raises(ConfigError, match="`samples`: expected a number of answers of at least 1, got 0"):
+        evaluate(**GIVEN, samples=0)
+    with pytest.raises(ConfigError, match="`reward` is given without `data`"):
+        evaluate(model="a/b", reward=reward)
+
+
+def test_a_problem_that_the_command_finds_is_told_without_a_file_that_the_caller_does_not_know(tmp_path: Path) -> None:
+    given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0, "train.batch_size": 7}}
+    with pytest.raises(ConfigError) as refused:
+        train(**given)
+    assert "`train.batch_size`: expected a multiple of rollout.group_size = 8, got 7" in str(refused.value)
+    assert "run.toml" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def options_of(**arguments: Any) -> dict[str, Any]:
+    """Return the table `env` of the configuration that a call amounts to."""
+    return tomllib.loads(written(**arguments).text)["env"]
+
+
+def test_data_and_a_reward_become_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = options_of(**GIVEN, settings={"env.options.template": "plain"})
+    assert env["path"] == "envs.dataset:DatasetEnv"
+    assert env["options"] == {
+        "path": str(tmp_path / "rows.jsonl"),
+        "reward": f"{__name__}:reward",
+        "template": "plain",
+    }
+
+
+def test_an_agent_gets_its_tasks_from_the_data_or_from_an_environment() -> None:
+    env = options_of(**GIVEN, agent=solve)
+    assert env["path"] == "envs.agent:Agent"
+    assert env["options"]["function"] == f"{__name__}:solve"
+    assert env["options"]["tasks"]["path"] == "envs.dataset:DatasetEnv"
+    env = options_of(model="a/b", env=Env, agent=solve)
+    assert env["options"]["tasks"] == {"path": f"{__name__}:Env", "options": {}}
+    assert options_of(model="a/b", agent="m:f")["options"] == {"function": "m:f"}
+
+
+def test_arguments_take_precedence_over_the_configuration_and_replace_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG + "[env.options]\ndigits = 3\n")
+    file = tmp_path / "run.toml"
+    kept = written(config=file, settings={"train.learning_rate": None}).config
+    assert (kept.run.name, kept.env.options, kept.train.learning_rate) == ("test", {"digits": 3}, 1e-6)
+    changed = written(config=[str(file)], env=Env, name="other", model=tmp_path, steps=3).config
+    assert (changed.run.name, changed.run.steps, changed.model.path) == ("other", 3, str(tmp_path))
+    assert changed.env.options == {}
+    assert str(tmp_path) in changed.env.folders or str(tmp_path) in options_of(config=file)["folders"]
+
+
+def test_settings_are_nested_or_dotted_and_none_unsets_a_key(tmp_path: Path) -> None:
+    settings = {
+        "train.batch_size": np.int64(64),
+        "train": {"async_ratio": 2, "betas": (0.9, 0.99)},
+        "rollout": {"stop": ["x"], "accuracy_bounds": None},
+        "algorithm.lag": None,
+        "model.tool_parser": None,
+        "lora": None,
+        "env.options.held_out_path": None,
+    }
+    config = written(**GIVEN, settings=settings).config
+    assert (config.train.batch_size, config.train.async_ratio, config.train.betas) == (64, 2.0, (0.9, 0.99))
+    assert (config.rollout.stop, config.algorithm.lag, config.lora) == (("x",), None, None)
+    assert "held_out_path" not in config.env.options
+
+
+def test_the_toml_of_a_call_is_read_back_to_the_same_configuration(tmp_path: Path) -> None:
+    call = written(
+        **GIVEN, steps=3, settings={"algorithm.lag": None, "cluster.gpus_per_node": 0, "model.dtype": "float32"}
+    )
+    file = call.put(tmp_path)
+    again = written(config=file)
+    assert (again.config.algorithm.lag, again.config.run.steps) == (None, 3)
+    assert again.config.env.options == call.config.env.options
+
+
+def test_a_model_that_can_be_fetched_is_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = written(**GIVEN | {"model": "smollm2-135m"}).config.model
+    assert (model.path, model.fetch) == ("outputs/models/smollm2-135m", "smollm2-135m")
+    (tmp_path / "smollm2-135m").mkdir()
+    model = written(**GIVEN | {"model": "smollm2-135m"}).config.model
+    assert (model.path, model.fetch) == ("smollm2-135m", None)
+
+
+def test_a_configuration_of_flash_load_is_a_configuration_to_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    for name, text in {
+        "config.json": "{}",
+        "tokenizer.json": "{}",
+        "model.safetensors": "\2" + 7 * "\0" + "{}",
+    }.items():
+        (tmp_path / name).write_text(text)
+    config = load(tmp_path / "run.toml", [f"model.path={tmp_path}"])
+    again = written(config=config).config
+    assert (again.run, again.model, again.train) == (config.run, config.model, config.train)
+
+
+def test_functions_of_a_module_are_named_and_those_of_a_script_are_sent(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def reward(answer, row): return 1.0", names)
+    call = written(**GIVEN | {"reward": names["reward"]})
+    (module,) = call.modules
+    assert call.config.env.options["reward"] == f"{module.removesuffix('.py')}:reward"
+    file = call.put(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {module, file.name}
+    assert written(**GIVEN).modules == {}
 
 
 def test_what_is_unwise_is_told_before_anything_starts(

@@ -103,6 +103,14 @@ async def test_an_answer_that_is_computed_without_end_is_wrong_where_the_referen
 
 
 @pytest.mark.anyio
+async def test_a_reward_that_computes_without_end_is_proven_by_the_solution_of_its_row():
+    row, path = {"answer": "5"}, f"{HERE}:computes_on_a_row"
+    assert await verify(path, "10^{10^{10}}", row, timeout=3, solution="5") == 0.0
+    with pytest.raises(RewardError, match=r"no answer within 0\.5 s"):
+        await verify(path, "10^{10^{10}}", row, timeout=0.5)
+
+
+@pytest.mark.anyio
 async def test_a_verifier_that_waits_without_end_is_no_fault_of_the_answer():
     with pytest.raises(RewardError, match=r"no answer within 0\.5 s"):
         await verify(f"{HERE}:waits_for_a_server", "4", "5", timeout=0.5)

@@ -74,3 +74,15 @@ def gives_a_coroutine(completion, answer):
 
 
 not_a_function = 3
+
+
+def points(answer, row):
+    return row["points"] * len(row["tags"])
+
+
+async def takes_points(answer, row):
+    return row.pop("points")
+
+
+def computes_on_a_row(answer, row):
+    return computes(answer, row["answer"])
