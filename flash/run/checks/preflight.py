@@ -114,7 +114,8 @@ def _unimportable(config: Config) -> Iterator[ConfigProblem]:
             name = path.partition(":")[2]
             message = (
                 f"{path} is defined in the program that starts the run, and no other process of the run can import it: "
-                f"move it to a file of its own, such as my_code.py, and name it `my_code:{name}`"
+                f"give flash.train the object itself, or move it to a file of its own, such as my_code.py, and name it "
+                f"`my_code:{name}`"
             )
             yield ConfigProblem(key, message)
 
