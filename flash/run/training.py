@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tomli_w
 
-from flash.config.load import FLASH_HOME, OVERRIDE, dump, flat, merge_tables
+from flash.config.load import FLASH_HOME, OVERRIDE, RECORDED, dump, flat, merge_tables
 from flash.config.models import PACKAGED
 from flash.config.objects import ENVIRONMENT_METHODS, own_folders
 from flash.config.shipping import import_paths
@@ -313,11 +313,13 @@ def _written(
     paths, modules = import_paths({one.key: one.value for _, table in plain for one in _objects_in(table)})
     named = [(source, _with_paths(table, paths)) for source, table in plain]
     merged, decoded = merge_tables(files, overrides, [*tables, *named], {"run": {"name": NAME}})
-    # The command is no child of the caller's script, and its configuration lies elsewhere. So it needs the folders in
-    # which both would look for modules.
+    # The configuration of the command lies elsewhere, and the command is another program. So it needs the folders in
+    # which `config` and the caller would look for modules. Those that a run has recorded may be gone.
+    recorded = any(file.name == RECORDED for file in files)
+    given_folders = [folder for folder in decoded.env.folders if not recorded or Path(folder).is_dir()]
     beside = [str(file.resolve().parent) for file in files]
     own = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
-    merged["env"]["folders"] = list(dict.fromkeys((*decoded.env.folders, *beside, *own)))
+    merged["env"]["folders"] = list(dict.fromkeys((*given_folders, *beside, *own)))
     return Call(decoded, tomli_w.dumps(merged), modules)
 
 

@@ -139,6 +139,14 @@ def test_arguments_take_precedence_over_the_configuration_and_replace_its_enviro
     assert str(tmp_path) in changed.env.folders or str(tmp_path) in options_of(config=file)["folders"]
 
 
+def test_a_folder_of_modules_that_a_run_has_recorded_may_be_gone(tmp_path: Path) -> None:
+    text = CONFIG + f'env.folders = ["/nope", "{tmp_path}"]\n'
+    for name in ("config.toml", "run.toml"):
+        (tmp_path / name).write_text(text)
+    assert "/nope" not in options_of(config=tmp_path / "config.toml")["folders"]
+    assert options_of(config=tmp_path / "run.toml")["folders"][:2] == ["/nope", str(tmp_path)]
+
+
 def test_settings_are_nested_or_dotted_and_none_unsets_a_key(tmp_path: Path) -> None:
     settings = {
         "train.batch_size": np.int64(64),
