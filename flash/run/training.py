@@ -123,6 +123,8 @@ def sft(
         FlashError: the run failed.
         KeyboardInterrupt: the run was interrupted, and all of its processes have ended. It can be resumed.
     """
+    if data is None and config is None:
+        raise ConfigError("there are no rows to learn: expected `data` or `config`")
     sources = _of_model(model, name)
     if data is not None:
         sources.append(("argument `data`", {"sft": {"data": _absolute(data)}}))
@@ -209,12 +211,13 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
             with _arguments_named(file):
                 code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook())
         except KeyboardInterrupt:
-            if run_mark(call.config) != before or resume:
-                again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
-                say(f"interrupted; go on with the argument resume=True, or with: {again}")
-            raise
+            code = End.INTERRUPTED
     if code != End.OVER:
-        raise error_left(run_dir, since=begun)
+        if resume or run_mark(call.config) != before:  # else the run had not started yet
+            end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
+            again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
+            say(f"{end}; go on with the argument resume=True, or with: {again}")
+        raise KeyboardInterrupt if code == End.INTERRUPTED else error_left(run_dir, since=begun)
     return None if os.environ.get("FLASH_NODE_RANK", "0") != "0" else read_run(run_dir)
 
 

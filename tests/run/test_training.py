@@ -87,18 +87,23 @@ def test_a_wrong_argument_is_one_error_before_anything_starts(
 def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
     with pytest.raises(ConfigError, match="expected a number above 0"):
         sft(model="a/b", data="rows.jsonl", epochs=0)
+    with pytest.raises(ConfigError, match="there are no rows to learn"):
+        sft(model="a/b")
     with pytest.raises(ConfigError, match="`samples`: expected a number of answers of at least 1, got 0"):
         evaluate(**GIVEN, samples=0)
     with pytest.raises(ConfigError, match="`reward` is given without `data`"):
         evaluate(model="a/b", reward=reward)
 
 
-def test_a_problem_that_the_command_finds_is_told_without_a_file_that_the_caller_does_not_know(tmp_path: Path) -> None:
+def test_a_problem_that_the_command_finds_is_told_once_and_without_a_file_that_the_caller_does_not_know(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0, "train.batch_size": 7}}
     with pytest.raises(ConfigError) as refused:
         train(**given)
     assert "`train.batch_size`: expected a multiple of rollout.group_size = 8, got 7" in str(refused.value)
     assert "run.toml" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
