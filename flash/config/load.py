@@ -37,7 +37,7 @@ from flash.config.decode import (
 )
 from flash.config.machine import computes_bfloat16, count_gpus
 from flash.config.models import hub_models, with_folder
-from flash.config.objects import import_from, own_folders
+from flash.config.objects import CALL_FOLDER, import_from, own_folders
 from flash.config.section import ABSENT, REMOVED, Section
 from flash.config.simulate import FORMER_DISTRIBUTION, Distribution
 from flash.config.tree import Config
@@ -649,7 +649,12 @@ def recorded(config: Config) -> Config:
             return section
         return msgspec.structs.replace(section, **{key: str(Path(path).absolute())})
 
-    folders = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
+    run_dir = str(config.run_dir.absolute())
+    folders = [
+        run_dir if Path(folder).name.startswith(CALL_FOLDER) else folder
+        for folder in own_folders()
+        if Path(folder).resolve() != FLASH_HOME
+    ]
     return msgspec.structs.replace(
         config,
         run=msgspec.structs.replace(config.run, output_dir=str(Path(config.run.output_dir).absolute())),

@@ -41,6 +41,11 @@ IMPORT_PATH = "FLASH_IMPORT_PATH"
 """Environment variable through which the processes of a run get the import path of the process that started the run."""
 
 
+CALL_FOLDER = ".call-"
+"""Beginning of the name of a folder below `run.output_dir`. It holds the configuration and the code by value of a call
+from Python until the end of its run, whose directory then has both."""
+
+
 def import_from(folders: Iterable[str]) -> None:
     """Add folders to the end of Python's import path. Installed modules take precedence over modules in them.
 

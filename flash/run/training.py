@@ -24,7 +24,7 @@ import tomli_w
 
 from flash.config.load import FLASH_HOME, OVERRIDE, RECORDED, dump, flat, merge_tables
 from flash.config.models import PACKAGED
-from flash.config.objects import ENVIRONMENT_METHODS, own_folders
+from flash.config.objects import CALL_FOLDER, ENVIRONMENT_METHODS, own_folders
 from flash.config.shipping import import_paths
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
@@ -204,7 +204,7 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
     with writing(output_dir, "check that run.output_dir names a folder you may write to"):
         output_dir.mkdir(parents=True, exist_ok=True)
         # The processes of the run import code from this folder, so that it is on the disk that all nodes share.
-        scratch = tempfile.TemporaryDirectory(prefix=f".{run_dir.name}.", dir=output_dir)
+        scratch = tempfile.TemporaryDirectory(prefix=CALL_FOLDER, dir=output_dir)
     with scratch as folder:
         file = call.put(Path(folder))
         try:

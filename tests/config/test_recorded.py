@@ -89,3 +89,20 @@ def test_a_recorded_configuration_is_read_as_utf_8_in_every_locale(tmp_path: Pat
     command = [sys.executable, "-c", program, str(file)]
     ended = subprocess.run(command, env=os.environ | ascii_locale, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.usefixtures("imports")
+def test_the_folder_of_a_call_from_python_is_recorded_as_the_run_directory_which_keeps_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / ".call-abc"
+    folder.mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "my_recorded_env.py").write_text(MODULE)
+    text = 'run.name = "a-run"\nmodel.path = "model"\nenv.path = "my_recorded_env:Mine"\ncluster.gpus_per_node = 0\n'
+    (folder / "run.toml").write_text(text)
+    folders = recorded(load(folder / "run.toml")).env.folders
+    assert str(tmp_path / "outputs" / "a-run") in folders
+    assert str(folder) not in folders

@@ -56,7 +56,8 @@ def test_a_script_trains_with_its_own_function_until_ctrl_c_and_its_run_goes_on_
     assert f"go on with the argument resume=True, or with: flash train {recorded} --resume" in run.text()
     (sent,) = run.directory.glob("flash_code_*.py")
     assert f'reward = "{sent.stem}:reward"' in recorded.read_text()
-    assert [path.name for path in tmp_path.glob(".run.*")] == [".run.lock"]
+    assert [path.name for path in tmp_path.glob(".*")] == [".run.lock"]
+    assert ".call-" not in recorded.read_text()
 
     script.unlink()
     command = ("-m", "flash", "train", str(recorded), "--resume", f"run.steps={made + 1}")
