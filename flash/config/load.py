@@ -386,6 +386,10 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, value
 
 
+_fields = cache(msgspec.structs.fields)
+"""Fields of a struct. They are kept, because `msgspec` reads the annotations of the class each time."""
+
+
 def dump(config: Config) -> str:
     """Return the configuration as TOML, which `load` reads back to an equal configuration.
 
@@ -404,7 +408,7 @@ def _plain(value: Any) -> Any:
     # The tag of a struct, such as `kind = "normal"`, distinguishes it from structs of other kinds.
     described = value.__struct_config__
     table: dict[str, Any] = {described.tag_field: described.tag} if described.tag_field is not None else {}
-    for field in msgspec.structs.fields(type(value)):
+    for field in _fields(type(value)):
         inner = getattr(value, field.name)
         if inner is not None:
             table[field.name] = _plain(inner)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,16 @@ import pytest
 from msgspec.structs import replace
 
 from flash.cli.main import main
-from flash.errors import ConfigError
+from flash.errors import ConfigError, FlashError
 from flash.hub import protocol as p
+from flash.hub.context import RunEnd
 from flash.sampling import PLAIN
 from flash.simulate.faults.bookkeeper import Bookkeeper, BrokenLaw
 from flash.simulate.faults.cluster import Cluster
+from flash.simulate.faults.parts import Disk
 from flash.simulate.faults.play import play, shrink
 from flash.simulate.faults.scenario import Fault, Scenario, draw, faults_of, smaller
-from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Lease, Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 DIGEST = """
 import hashlib, msgspec
@@ -87,6 +92,23 @@ def test_no_row_of_a_step_before_a_checkpoint_is_lost_with_the_machine(wait: flo
     assert play(scenario(fault, checkpoint__every=1)).law == ""
 
 
+@pytest.mark.parametrize(
+    ("faults", "settings"),
+    [
+        ([Fault("crash hub", 6.0, on="BatchRequest answered")], {"train__batch_size": 8}),
+        ([Fault("crash hub", 4.0, on="DeliverRequest answered", wait=0.1), Fault("crash hub", 12.0)], {}),
+        ([Fault("lose machine of hub", 9.0, on="Commit answered", wait=0.001)], {"checkpoint__every": 10}),
+        ([Fault("interrupt", 2.0, on="BatchRequest answered")], {"train__batch_size": 8, "train__stream": True}),
+        ([Fault("drain slowly", 3.0, seconds=20.0, on="LeaseRequest answered")], {"rollout__max_concurrent": 2}),
+    ],
+    ids=["dealt batch", "several restarts", "lost machine", "streamed step", "slow drain"],
+)
+def test_the_laws_hold_at_moments_of_great_harm(faults: list[Fault], settings: dict[str, Any]) -> None:
+    played = play(scenario(*faults, **settings))
+    assert played.law == ""
+    assert sum(played.faults.values()) == len(faults)
+
+
 # -- faulty parts ----------------------------------------------------------------------------------------------------
 
 
@@ -110,10 +132,45 @@ def test_a_journal_that_is_not_written_is_found() -> None:
     assert play(faulty, make=ForgetfulCluster).law.startswith("nothing acknowledged is lost")
 
 
-def trajectory(task: Task, version: int) -> Trajectory:
+class ForgetfulDisk(Disk):
+    """A disk that loses the journal with its machine, also what was forced to it."""
+
+    def lose_unsynced(self, *, synced_journal: bool) -> None:
+        super().lose_unsynced(synced_journal=False)
+
+
+class ForgetfulMachineCluster(Cluster):
+    """A run on a machine whose disk is a `ForgetfulDisk`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.disk = ForgetfulDisk(random.Random(1), self.config.run_dir)
+        self.write_journal = self.disk.write
+
+
+def test_a_journal_that_is_lost_with_the_machine_is_found() -> None:
+    faulty = scenario(Fault("lose machine of hub", 12.0), checkpoint__every=10)
+    assert play(faulty).law == ""
+    assert play(faulty, make=ForgetfulMachineCluster).law.startswith("nothing acknowledged is lost")
+
+
+class SpinningCluster(Cluster):
+    """A run with a task that never waits."""
+
+    async def launch(self, resumes: bool) -> RunEnd | FlashError:
+        while True:
+            pass
+
+
+def test_a_task_that_never_waits_is_found() -> None:
+    played = play(scenario(), make=SpinningCluster, most_cpu_s=0.2)
+    assert played.law.startswith("every run ends: a task runs without a pause")
+
+
+def trajectory(task: Task, version: int, token: int = 0) -> Trajectory:
     """A sample of one token."""
-    turn = Turn("", "", 0.0, 0.0, 0.0, 0.0)
-    return Trajectory(task, Outcome.OK, 0.0, bytes(8), [Span(1, 2)], bytes(4), [VersionRun(version, 1)], [turn])
+    turn, tokens = Turn("", "", 0.0, 0.0, 0.0, 0.0), bytes(4) + token.to_bytes(4, "little")
+    return Trajectory(task, Outcome.OK, 0.0, tokens, [Span(1, 2)], bytes(4), [VersionRun(version, 1)], [turn])
 
 
 @pytest.fixture
@@ -139,6 +196,46 @@ def test_a_sample_that_is_leased_again_after_its_acknowledgement_is_found(book: 
     book.answered("node 1", delivery, p.Ack())
     with pytest.raises(BrokenLaw, match="nothing acknowledged is lost: task 7"):
         book.answered("node 2", *lease(6, TASK))
+
+
+@pytest.mark.parametrize(("journal", "is_lost"), [("fsync", True), ("write", False)])
+def test_a_sample_may_be_lost_with_the_machine_unless_it_was_forced_to_the_disk(
+    tmp_path: Path, journal: str, is_lost: bool
+) -> None:
+    small = scenario(checkpoint__journal=journal)
+    book = Bookkeeper(small, lambda: 0.0)
+    book.hub_begins(small.config(str(tmp_path)), 0, [])
+    delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
+    book.answered("node 1", *lease(5, TASK))
+    book.sent("node 1", delivery)
+    book.answered("node 1", delivery, p.Ack())
+    book.machine_failed()
+    book.hub_begins(small.config(str(tmp_path)), 0, [])
+    with pytest.raises(BrokenLaw, match="task 7 was delivered") if is_lost else nullcontext():
+        book.answered("node 2", *lease(6, TASK))
+
+
+def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkeeper, tmp_path: Path) -> None:
+    def deal(sample: Trajectory) -> None:
+        """Deliver a sample, and give it to the rank as the batch of step 0."""
+        book.sent("node 1", p.DeliverRequest(1, [p.EndedLease(5, sample)], 0))
+        shard = Shard(0, -1, [ShardSample(0, sample)], [], 0, 0)
+        book.answered("rank 0", p.BatchRequest(0, 0, []), p.BatchReply(shard, may_save=True))
+
+    deal(trajectory(TASK, 0, token=1))
+    book.hub_begins(scenario().config(str(tmp_path)), 0, [])
+    with pytest.raises(BrokenLaw, match="a step has one batch: sample 7 of step 0 was dealt with other tokens"):
+        deal(trajectory(TASK, 0, token=2))
+
+
+def test_a_lease_for_a_node_that_leaves_is_found(tmp_path: Path) -> None:
+    seconds = count()
+    book = Bookkeeper(scenario(), lambda: float(next(seconds)))
+    book.hub_begins(scenario().config(str(tmp_path)), 0, [])
+    book.replied(*lease(5, TASK))
+    book.replied(p.Leave(1), p.Ack())
+    with pytest.raises(BrokenLaw, match="a node that leaves gets no lease: 1"):
+        book.replied(*lease(6, TASK))
 
 
 def test_a_task_with_two_leases_is_found(book: Bookkeeper) -> None:

@@ -47,6 +47,7 @@ RECOVERY_S: dict[Kind, float] = {
     "cut both ways": 130.0,
     "join": 30.0,
     "drain": 60.0,
+    "drain slowly": 100.0,
     "interrupt": 60.0,
 }
 """Seconds after the end of a fault in which the run may still be disturbed by it. They follow from the deadlines of
@@ -60,7 +61,10 @@ ENGINE_FAULTS: frozenset[Kind] = frozenset(
 )
 """Kinds of faults that kill engines."""
 CONNECTION_FAULTS: frozenset[Kind] = frozenset(
-    {"lose connection", "cut one way", "cut both ways", "slow network", "hang hub", "crash hub", "lose machine of hub"}
+    {
+        *("lose connection", "cut one way", "cut both ways", "slow network", "drain slowly"),
+        *("hang hub", "crash hub", "lose machine of hub"),
+    }
 )
 """Kinds of faults by which a process loses its hub, or node 0 its connection to it."""
 RANK_FAULTS: frozenset[Kind] = frozenset({"crash rank", "hang rank"})
@@ -109,11 +113,9 @@ class Bookkeeper:
         """Faults that have happened, each with the time at which it ends."""
         self._config: Config | None = None
         """Configuration of the newest hub."""
-        self._settled = True
-        """False if the settings have changed since samples were acknowledged."""
         self._life = 0
-        self._forgetful = False
-        """True if the machine of the hub has failed, so that acknowledged work may be lost."""
+        self._machine_lost = False
+        """True if the machine of the hub has failed since the last hub began."""
         self._delivered: dict[int, set[Delivered]] = {}
         """Samples that nodes have sent, by training task."""
         self._acknowledged: dict[int, Trajectory] = {}
@@ -130,19 +132,21 @@ class Bookkeeper:
         self._shards: dict[tuple[int, int], dict[int, tuple[Trajectory, int]]] = {}
         """Samples that the ranks have received, with the oldest version of their step, by incarnation and step, then by
         task. A hub that is lost before a batch is whole leaves its groups to the next hub."""
-        self._dealt: dict[int, set[int]] = {}
-        """Tasks that ranks have received of each step whose batch was whole then. Every later hub has to keep them."""
+        self._dealt: dict[int, dict[int, Delivered]] = {}
+        """Samples that ranks have received of each step whose batch was whole then, by step and task. Every later hub
+        has to keep them."""
         self.committed: dict[int, dict[int, tuple[Trajectory, int]]] = {}
         """Samples of each step of the history whose commit was acknowledged."""
         self._counted: dict[int, frozenset[int]] = {}
         """Tasks of each step of the history, also if the acknowledgement of its commit was lost."""
+        self._newest = -1
+        """Newest step that was ever in the history, also if its row was lost, so that it is trained again."""
         self._published = -1
         """Newest version that rank 0 has sent to a hub in this history."""
         self._engines: dict[str, dict[int, int]] = {}
         """Versions of the engines of each node process, from its last acknowledged report."""
-        self._left: set[str] = set()
-        """Node processes whose `Leave` the hub has acknowledged."""
-        self.finished_at: float | None = None
+        self._left: dict[int, float] = {}
+        """Time at which the hub has answered the `Leave` of a node, by the node's number at this hub."""
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -193,20 +197,16 @@ class Bookkeeper:
     # -- hubs and launches ---------------------------------------------------------------------------------------------
 
     def machine_failed(self) -> None:
-        """Note that the machine of the hub has failed, so that acknowledged work may be lost.
-
-        That holds with `fsync`, too: rows of metrics are not forced to the disk before the next checkpoint, and a step
-        without a row is trained again.
-        """
-        self._forgetful = True
+        """Note that the machine of the hub has failed, so that what was not forced to its disk may be lost."""
+        self._machine_lost = True
 
     def _may_forget(self, config: Config, *, changed: bool) -> bool:
-        """Return True if a hub may start from an earlier version than was acknowledged."""
+        """Return True if a hub may have lost results and batches that were acknowledged."""
         disk = any(fault.kind == "full disk" for fault, _ in self.befallen)
         return (
             changed
             or disk
-            or self._forgetful
+            or (self._machine_lost and config.checkpoint.journal != "fsync")
             or config.checkpoint.journal == "off"
             or config.checkpoint.batches == "none"
         )
@@ -218,20 +218,28 @@ class Bookkeeper:
         self.event("hub", life=self._life, version=version, notes=len(notes))
         reached = max(self.committed, default=-1) + 1
         forgets = self._may_forget(config, changed=changed)
+        # Rows of metrics are not forced to the disk before the next checkpoint. A step without a row is trained again,
+        # but on the same batch: with `fsync` the journal has it.
         self.require(
-            version >= reached or forgets,
+            version >= reached or forgets or self._machine_lost,
             f"nothing acknowledged is lost: the hub starts at version {version}, and step {reached - 1} was committed",
         )
-        if version < reached or forgets or self._life == 1:
-            # The steps from `version` on are done again, and samples may be sampled again.
-            for steps in (self.committed, self._counted, self._dealt):
-                for step in [each for each in steps if each >= version]:
-                    del steps[step]
+        for step in [each for each in self._counted if each >= version]:
+            if samples := self.committed.pop(step, None):
+                self._dealt[step] = {number: _contents(trajectory) for number, (trajectory, _) in samples.items()}
+            del self._counted[step]
+        if version < reached:
+            self._published = min(self._published, version)
+        if forgets or self._life == 1:
+            # Samples may be sampled again, and the steps from `version` on may get other batches.
+            self._dealt = {step: dealt for step, dealt in self._dealt.items() if step < version}
             self._acknowledged.clear()
             self._acknowledged_tokens.clear()
             self._published = min(self._published, version)
+            self._newest = min(self._newest, version - 1)
         self._config = config
-        self._forgetful = False
+        self._machine_lost = False
+        self._left.clear()
         self._leased = {task: held for task, held in self._leased.items() if held[0] != "hub"}
 
     def hub_ended(self, error: BaseException | None, *, killed: bool) -> None:
@@ -333,8 +341,6 @@ class Bookkeeper:
                 self._check_publication(request.published.version)
             case p.EngineReport(), _:
                 facts["versions"] = [engine.version for engine in request.engines]
-            case p.Leave(), _:
-                self._left.add(process)
             case p.CancelRequest(), p.CancelReply():
                 if not (reply.lease_ids or reply.done or reply.leave):
                     return  # an empty long poll
@@ -346,15 +352,27 @@ class Bookkeeper:
             return
         self.event("answered", process=process, request=type(request).__name__, **facts)
 
+    def replied(self, request: Request[Any], reply: msgspec.Struct) -> None:
+        """Check a reply that the hub is about to send. The process may not receive it."""
+        match request, reply:
+            case p.Leave(), _:
+                self._left[request.node] = self._now()
+            case p.JoinRequest(), p.JoinReply(node=int() as node):
+                self._left.pop(node, None)
+            case p.LeaseRequest(), p.LeaseReply():
+                # At the moment of `Leave` the hub may have granted leases that it has not sent yet.
+                in_time = self._now() <= self._left.get(request.node, math.inf)
+                self.require(in_time or not reply.leases, f"a node that leaves gets no lease: {request.node}")
+            case _:
+                pass
+
     def process_ended(self, name: str) -> None:
         """Forget the engines and leases of a process that has ended."""
         self._engines.pop(name, None)
-        self._left.discard(name)
         self._leased = {task: held for task, held in self._leased.items() if held[0] != name}
 
     def _check_lease(self, process: str, lease: Lease) -> None:
         """Check a lease that a node has received."""
-        self.require(process not in self._left, f"a node that leaves gets no lease: {process}")
         task = lease.task
         if task.split != "train":
             return
@@ -364,7 +382,7 @@ class Bookkeeper:
         self.require(done is None, f"no sample is trained twice: task {number} of step {done} is leased again")
         if (before := self._acknowledged.pop(number, None)) is not None:
             # With `requeue` a sample whose tokens have become too old starts again.
-            oldest = max(self._counted, default=-1) + 1 - _max_age(self._config)
+            oldest = self._newest + 1 - _max_age(self._config)
             stale = self._config.rollout.on_expire == "requeue" and before.oldest_version <= oldest
             self.require(stale, f"nothing acknowledged is lost: task {number} was delivered, and is leased again")
         # With `requeue` a sample that has become too old starts again before its node has reported its end.
@@ -434,15 +452,21 @@ class Bookkeeper:
             self.require(newest <= request.step, f"no token is newer than the trainer: {newest} at step {request.step}")
             step[number] = trajectory, shard.min_version
         if shard.round.last:
-            self._dealt.setdefault(request.step, set()).update(step)
+            dealt = self._dealt.setdefault(request.step, {})
+            for number, (trajectory, _) in step.items():
+                contents = _contents(trajectory)
+                self.require(
+                    dealt.setdefault(number, contents) == contents,
+                    f"a step has one batch: sample {number} of step {request.step} was dealt with other tokens before",
+                )
 
     def _check_commit(self, incarnation: int, step: int) -> None:
         """Check a step whose commit was acknowledged."""
         samples = self._shards.pop((incarnation, step), {})
         tasks = frozenset(samples)
         self.require(bool(tasks), f"a step trains samples: {step}")
-        gone = sorted(self._dealt.pop(step, set()) - tasks)
-        self.require(not gone, f"a step has one batch: tasks {gone[:5]} of step {step} were dealt, and are gone")
+        gone = sorted(self._dealt.pop(step, {}).keys() - tasks)
+        self.require(not gone, f"a step has one batch: samples {gone[:5]} of step {step} were dealt, and are gone")
         known = self._counted.get(step)
         self.require(known is None or known == tasks, f"a step has one batch: step {step} was trained on another one")
         for other, earlier in self._counted.items():
@@ -450,6 +474,7 @@ class Bookkeeper:
                 both = sorted(tasks & earlier)
                 self.require(not both, f"no sample is trained twice: tasks {both[:5]} in the steps {other} and {step}")
         self._counted[step] = tasks
+        self._newest = max(self._newest, step)
         self.committed[step] = samples
 
     def _check_publication(self, version: int) -> None:

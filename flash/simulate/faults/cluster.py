@@ -61,7 +61,7 @@ from flash.simulate.faults.parts import (
     FaultTrainer,
     Weights,
 )
-from flash.simulate.faults.scenario import Scenario, problems_of
+from flash.simulate.faults.scenario import ANSWERED, Scenario, problems_of
 from flash.simulate.workload import Workload
 from flash.trainer.checkpoint_files import (
     ChosenCheckpoint,
@@ -105,6 +105,7 @@ class Tapped:
                 book.failed(process.name, request, error, over=self._cluster.ending)
             raise
         if process.alive:
+            self._cluster.reach(type(request).__name__ + ANSWERED)
             book.answered(process.name, request, reply)
             if isinstance(reply, p.JoinReply) and reply.node is not None:
                 self._cluster.numbers[process.machine] = reply.node
@@ -313,7 +314,7 @@ class Cluster:
         self.person = Process("person", "elsewhere")
         self._nodes = scenario.nodes
         self.triggers: dict[str, list[anyio.Event]] = {}
-        """Events that the next arrival of a message at the hub sets, by the name of the message."""
+        """Events that are set when a moment is reached, by the moment (`Fault.on`)."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -334,10 +335,17 @@ class Cluster:
             yield Tapped(self, process, client)
 
     async def _handle(self, gate: Gate, process: Process, peer: Peer, request: Request[Any]) -> Any:
-        """Answer a request at the hub. Faults may wait for its arrival."""
-        for event in self.triggers.pop(type(request).__name__, ()):
+        """Answer a request at the hub, and report the reply to the bookkeeper."""
+        self.reach(type(request).__name__)
+        reply = await gate.handle(peer, request)
+        if process.alive:
+            self.book.replied(request, reply)
+        return reply
+
+    def reach(self, moment: str) -> None:
+        """Wake the faults that wait for a moment (`Fault.on`)."""
+        for event in self.triggers.pop(moment, ()):
             event.set()
-        return await gate.handle(peer, request)
 
     def make_node(
         self, process: Process, link: HubLink, on_loss: Callable[[TransportError], None] | None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import signal
 import tempfile
 import tomllib
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,14 @@ MOST_LAUNCHES = 12
 """Number of launches after which a run that never finishes counts as stuck."""
 MOST_S = 3000.0
 """Virtual seconds after which a simulation is ended in any case."""
+MOST_CPU_S = 30.0
+"""Seconds of processor time after which a simulation is ended in any case. A simulation usually takes less than one."""
 STUCK = "every run ends"
 """Law that a run breaks which cannot go on, or does not end."""
 LONGEST_LAW = 300
 """Largest number of characters of an error message in the name of a law."""
+SLOW_S = 2.0
+"""Seconds by which each message of a machine with a slow network is later."""
 MOST_TRIES = 100
 """Largest number of smaller scenarios that the search tries."""
 
@@ -57,19 +62,22 @@ class Played(msgspec.Struct, frozen=True):
     """Events of the run."""
 
 
-def play(scenario: Scenario, *, make: type[Cluster] = Cluster, with_reference: bool = True) -> Played:
+def play(
+    scenario: Scenario, *, make: type[Cluster] = Cluster, with_reference: bool = True, most_cpu_s: float = MOST_CPU_S
+) -> Played:
     """Play a scenario, and return what was found.
 
     Args:
         scenario: the scenario.
         make: class of the cluster; tests give one with a faulty part.
         with_reference: False skips the comparison with the speed of the same run without faults.
+        most_cpu_s: seconds of processor time after which the run counts as one that does not end.
     """
     folder = Path(tempfile.mkdtemp(prefix="flash-faults-", dir=_memory()))
     book = Bookkeeper(scenario, anyio.current_time)
     logging.disable(logging.WARNING)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), _limited(book, most_cpu_s):
             options = {"loop_factory": FaultLoop}
             played = anyio.run(partial(_play, scenario, folder, book, make), backend="asyncio", backend_options=options)
     except Exception as error:  # the loop has ended the run: nothing can happen any more, or a callback has failed
@@ -80,6 +88,27 @@ def play(scenario: Scenario, *, make: type[Cluster] = Cluster, with_reference: b
         logging.disable(logging.NOTSET)
         shutil.rmtree(folder, ignore_errors=True)
     return _checked_speed(scenario, played) if with_reference else played
+
+
+@contextmanager
+def _limited(book: Bookkeeper, seconds: float) -> Generator[None]:
+    """End a simulation that uses more than so many seconds of processor time inside the block.
+
+    A task that never waits stops the virtual clock, and the loop never runs again. Only a signal can end it.
+    """
+
+    def give_up(*_: object) -> None:
+        """Report the broken law, wherever the simulation is."""
+        book.require(False, f"{STUCK}: a task runs without a pause, or the run takes {seconds:g} s of a processor")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    # The signal comes again, since a task may catch the first error.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _memory() -> str | None:
@@ -192,7 +221,7 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
     who = {"node": nodes, "rank": ranks, "hub": ["hub"] * (hub is not None and hub.alive)}.get(
         fault.kind.rpartition(" ")[2], machines
     )
-    if fault.kind in ("drain", "cut one way", "cut both ways"):
+    if fault.kind in ("drain", "drain slowly", "cut one way", "cut both ways"):
         who = nodes
     if not who:
         return
@@ -222,7 +251,7 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
             assert process is not None
             await freeze(process, fault.seconds)
         case "slow network":
-            cluster.network.slow[name] = 1.0
+            cluster.network.slow[name] = SLOW_S
             await anyio.sleep(fault.seconds)
             cluster.network.slow.pop(name, None)
         case "full disk" | "slow disk":
@@ -245,8 +274,14 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
             await cluster.network.cut(chosen, fault.seconds)
         case "join":
             cluster.add_node()
-        case "drain":
+        case "drain" | "drain slowly":
+            assert process is not None
+            slow = {process.machine: SLOW_S} if fault.kind == "drain slowly" else {}
+            cluster.network.slow |= slow
             await _drain(cluster, name)
+            await anyio.sleep(fault.seconds)
+            for machine in slow:
+                cluster.network.slow.pop(machine, None)
         case "interrupt":
             if cluster.hub is not None:
                 cluster.next_settings = fault.settings or None

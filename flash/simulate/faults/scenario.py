@@ -24,6 +24,7 @@ from flash.hub.protocol import (
     IncarnationRequest,
     JoinRequest,
     LeaseRequest,
+    Leave,
     PublishRequest,
     SnapshotRequest,
     VersionRequest,
@@ -53,6 +54,7 @@ Kind = Literal[
     "cut both ways",
     "join",
     "drain",
+    "drain slowly",
     "interrupt",
 ]
 """Kind of a fault, or of an event that a person causes."""
@@ -79,6 +81,7 @@ WEIGHTS: dict[Kind, int] = {
     "cut both ways": 3,
     "join": 2,
     "drain": 3,
+    "drain slowly": 2,
     "interrupt": 5,
 }
 """Relative frequencies of the kinds."""
@@ -87,14 +90,32 @@ MESSAGES = tuple(
     for each in (
         *(DeliverRequest, DeliverRequest, DeliverRequest, LeaseRequest, CancelRequest, ClaimRequest, VersionRequest),
         *(EngineReport, IncarnationRequest, BatchRequest, Commit, Commit, PublishRequest, SnapshotRequest),
-        JoinRequest,
+        *(JoinRequest, Leave),
     )
 )
 """Messages at whose arrival at the hub a fault may happen."""
+ANSWERED = " answered"
+"""End of the text in `Fault.on` for the arrival of a reply at the process that has sent the message."""
+_PROMISES = tuple(
+    each.__name__ + ANSWERED for each in (DeliverRequest, DeliverRequest, Commit, Commit, BatchRequest, BatchRequest)
+)
+"""Moments at which the hub has promised something that the next hub has to keep."""
+_NEW_TASKS = tuple(each.__name__ + ANSWERED for each in (LeaseRequest, Commit, PublishRequest))
+"""Moments at which nodes ask for tasks."""
+MOMENTS: dict[Kind, tuple[str, ...]] = {
+    "crash hub": _PROMISES,
+    "lose machine of hub": _PROMISES,
+    "drain": _NEW_TASKS,
+    "drain slowly": _NEW_TASKS,
+    "interrupt": (BatchRequest.__name__ + ANSWERED, BatchRequest.__name__, Commit.__name__, SnapshotRequest.__name__),
+}
+"""Moments at which certain kinds of faults do the most harm. Half of these faults happen there."""
+_OF_HUB: frozenset[Kind] = frozenset({"crash hub", "lose machine of hub", "interrupt"})
+"""Kinds of faults after which another hub process goes on."""
 HORIZON_S = 60.0
 """Seconds in which the drawn faults begin."""
 AGAIN = 0.3
-"""Share of the runs in which one fault happens a second time, since a recovery may spoil what the next one needs."""
+"""Share of the runs in which a fault happens once or twice more, since a recovery may spoil what the next one needs."""
 MOST_DRAWS = 50
 """Most draws of a configuration until one of them has no problem."""
 
@@ -110,7 +131,8 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     """Duration, for kinds that last."""
     on: str = ""
-    """Message whose next arrival at the hub after `at` is the moment of the fault; empty: `at` is the moment."""
+    """Message whose next arrival at the hub after `at` is the moment of the fault; with `ANSWERED` at its end, the next
+    arrival of a reply to such a message. Empty: `at` is the moment."""
     passes: int = 0
     """Number of passes of the event loop after that moment, in which the processes go on."""
     wait: float = 0.0
@@ -210,8 +232,11 @@ def draw(seed: int) -> Scenario:
         domains = {name: float(dice.choice([1, 1, 2, 5])) for name in ("a", "b", "c")[: dice.randint(2, 3)]}
     faults = [_draw_fault(dice, settings, domains) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
     if dice.random() < AGAIN:
-        again = dice.choice(faults)
-        faults.append(replace(again, at=round(again.at + dice.uniform(1, 30), 2)))
+        # The files of the run have to carry it over several hubs, so a fault that ends a hub is preferred.
+        again = dice.choice([fault for fault in faults if fault.kind in _OF_HUB] or faults)
+        for _ in range(dice.choice([1, 2])):
+            again = replace(again, at=round(again.at + dice.uniform(1, 20), 2))
+            faults.append(again)
     faults.sort(key=lambda fault: fault.at)
     return Scenario(seed, settings, dice.choice([0, 1, 1, 2, 2, 3]), domains, faults)
 
@@ -245,13 +270,14 @@ def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
         "rollout.group_size": group,
         "rollout.retries": dice.randint(1, 3),
         "rollout.extra_per_group": dice.choice([0, 0, 0, 1]),
+        "rollout.max_concurrent": dice.choice([2, 4, 16, "auto"]),
         "train.batch_size": group * groups,
         "train.minibatches": dice.choice([1, 1, 2]) if groups % 2 == 0 else 1,
         "engine.count": dice.choice([1, 1, 2]),
         "engine.max_restarts": dice.choice([1, 3]),
         "eval.every": dice.choice([0, 1, 2]),
         "eval.problems": dice.randint(1, 4),
-        "checkpoint.every": dice.choice([1, 2, 3, 10]),
+        "checkpoint.every": dice.choice([1, 2, 3, 10, 10]),
         "checkpoint.keep": dice.choice([1, 2]),
         "checkpoint.batches": dice.choice(["kept", "kept", "kept", "all", "none"]),
         "checkpoint.journal": dice.choice(["write", "write", "fsync", "fsync", "off"]),
@@ -291,10 +317,13 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
     """Return a fault that happens at a random time, or at a random message."""
     kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     fault = Fault(kind, round(dice.uniform(0, HORIZON_S), 2), dice.randrange(1000))
-    if dice.random() < 0.5:
-        fault = replace(
-            fault, on=dice.choice(MESSAGES), passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice)
-        )
+    on = ""
+    if kind in MOMENTS and dice.random() < 0.5:
+        on = dice.choice(MOMENTS[kind])
+    elif dice.random() < 0.5:
+        on = dice.choice(MESSAGES) + dice.choice(["", "", ANSWERED])
+    if on:
+        fault = replace(fault, on=on, passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice))
     seconds = 0.0
     if kind in ("hang hub", "hang node", "hang rank"):
         seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0])
