@@ -116,7 +116,7 @@ MUTATIONS = (
         "        new = True\n",
     ),
     Mutation(
-        "a deadline restarts with each signal",
+        "the watch of stages never waits",
         "hub/hub.py",
         "(self.progress.stages_ended != ended and stage is not Stage.ENDING)",
         "stage is not Stage.ENDING",

@@ -144,7 +144,7 @@ class ForgetfulMachineCluster(Cluster):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.disk = ForgetfulDisk(random.Random(1), self.config.run_dir)
+        self.disk = ForgetfulDisk(random.Random(1), self.config.run_dir, machine_fails=True)
         self.write_journal = self.disk.write
 
 

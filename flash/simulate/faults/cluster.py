@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -279,7 +280,8 @@ class Cluster:
         dice = partial("{} {}".format, scenario.seed)
         self._dice = random.Random(dice("cluster"))
         self.network = Network(random.Random(dice("network")))
-        self.disk = Disk(random.Random(dice("disk")), self.config.run_dir)
+        machine_fails = any(fault.kind == "lose machine of hub" for fault in scenario.faults)
+        self.disk = Disk(random.Random(dice("disk")), self.config.run_dir, machine_fails=machine_fails)
         self.write_journal: InThread = self.disk.write
         """Calls a function that writes the journal. Tests replace it with one that forgets to."""
         self.weights = Weights(self.network)
@@ -289,6 +291,7 @@ class Cluster:
             self.config.simulate, scenario.seed, rollout.max_new_tokens, rollout.group_size + rollout.extra_per_group
         )
         self._env_counts: Counter[int] = Counter()
+        self._token_ids = count(1)
         self.env_faults = EnvironmentFaults()
         self.engines: dict[str, EngineFaults] = {}
         """Engines and their faults, by machine."""
@@ -359,7 +362,8 @@ class Cluster:
         def make_engine(number: int) -> FaultEngine:
             """Return a new engine."""
             start_s = self._dice.uniform(0.2, 3.0)
-            return FaultEngine(config, self._workload, self.weights, faults, start_s, self.book.too_late)
+            tokens, late = self._token_ids, self.book.too_late
+            return FaultEngine(config, self._workload, self.weights, faults, tokens, start_s, late)
 
         engines = [make_engine] * config.engines_on(0)
         env = NodeEnvironment(

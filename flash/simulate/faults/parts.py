@@ -11,8 +11,8 @@ import random
 import resource
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,7 @@ from flash.config.tree import Config
 from flash.environment.interface import Info, StepResult
 from flash.errors import CheckpointError, CollectiveError, EngineDeadError, EngineError, EnvError
 from flash.hub import protocol as p
+from flash.rollout.engine import Progress, ResponseRequest
 from flash.simulate.engine import SimEngine
 from flash.simulate.environment import SimEnvironment
 from flash.simulate.faults.loop import PROCESS, Process, until
@@ -43,7 +44,7 @@ from flash.trainer.checkpoint_files import (
     step_folder,
     temporary_of,
 )
-from flash.types import Observation, Published
+from flash.types import Completion, Observation, Published
 
 T = TypeVar("T")
 
@@ -61,11 +62,13 @@ class Disk:
     Args:
         dice: draws times and torn sizes.
         run_dir: the run directory.
+        machine_fails: True if `lose_unsynced` may be called.
     """
 
-    def __init__(self, dice: random.Random, run_dir: Path) -> None:
+    def __init__(self, dice: random.Random, run_dir: Path, *, machine_fails: bool) -> None:
         self._dice = dice
         self._run_dir = run_dir
+        self._machine_fails = machine_fails
         self.full = False
         self.slowness = 1.0
         """Factor of the time of a write."""
@@ -88,7 +91,8 @@ class Disk:
                 self._tear(function)
             raise
         result = self.do(function)
-        self._flushed.append((anyio.current_time(), self._sizes()))
+        if self._machine_fails:
+            self._flushed.append((anyio.current_time(), self._sizes()))
         await anyio.sleep(self._dice.uniform(0.0, 0.02) * self.slowness)
         return result
 
@@ -205,6 +209,7 @@ class FaultEngine(SimEngine):
         workload: gives the lengths of the responses.
         weights: holds the published versions.
         faults: faults of the node.
+        token_ids: gives each response a token id of its own, so that no two samples have the same tokens.
         start_s: seconds of the start.
         too_late: called with the name of the process and the version if the ranks hold only newer versions.
     """
@@ -215,6 +220,7 @@ class FaultEngine(SimEngine):
         workload: Workload,
         weights: Weights,
         faults: EngineFaults,
+        token_ids: Iterator[int],
         start_s: float,
         too_late: Callable[[str, int], None],
     ) -> None:
@@ -224,6 +230,7 @@ class FaultEngine(SimEngine):
         self._config = config
         self._weights = weights
         self._faults = faults
+        self._token_ids = token_ids
         self._start_s = start_s
         self._too_late = too_late
         self._hung = False
@@ -234,6 +241,13 @@ class FaultEngine(SimEngine):
         await anyio.sleep(self._start_s)
         if anyio.current_time() < self._faults.refuse_until:
             raise EngineError("the simulated engine does not start")
+
+    async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """Stream one response, whose tokens all have the same new id."""
+        token_id = next(self._token_ids)
+        async with aclosing(super().generate(request)) as pieces:
+            async for piece in pieces:
+                yield msgspec.structs.replace(piece, token_ids=[token_id] * len(piece.token_ids))
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Fetch a version from the trainer ranks, and load it."""

@@ -60,7 +60,7 @@ Kind = Literal[
 """Kind of a fault, or of an event that a person causes."""
 WEIGHTS: dict[Kind, int] = {
     "crash hub": 8,
-    "lose machine of hub": 2,
+    "lose machine of hub": 3,
     "crash node": 4,
     "lose machine of node": 2,
     "crash rank": 4,
@@ -81,7 +81,7 @@ WEIGHTS: dict[Kind, int] = {
     "cut both ways": 3,
     "join": 2,
     "drain": 3,
-    "drain slowly": 2,
+    "drain slowly": 3,
     "interrupt": 5,
 }
 """Relative frequencies of the kinds."""
@@ -96,9 +96,7 @@ MESSAGES = tuple(
 """Messages at whose arrival at the hub a fault may happen."""
 ANSWERED = " answered"
 """End of the text in `Fault.on` for the arrival of a reply at the process that has sent the message."""
-_PROMISES = tuple(
-    each.__name__ + ANSWERED for each in (DeliverRequest, DeliverRequest, Commit, Commit, BatchRequest, BatchRequest)
-)
+_PROMISES = tuple(each.__name__ + ANSWERED for each in (DeliverRequest, Commit, BatchRequest, BatchRequest))
 """Moments at which the hub has promised something that the next hub has to keep."""
 _NEW_TASKS = tuple(each.__name__ + ANSWERED for each in (LeaseRequest, Commit, PublishRequest))
 """Moments at which nodes ask for tasks."""
@@ -107,7 +105,10 @@ MOMENTS: dict[Kind, tuple[str, ...]] = {
     "lose machine of hub": _PROMISES,
     "drain": _NEW_TASKS,
     "drain slowly": _NEW_TASKS,
-    "interrupt": (BatchRequest.__name__ + ANSWERED, BatchRequest.__name__, Commit.__name__, SnapshotRequest.__name__),
+    "interrupt": (
+        *(BatchRequest.__name__ + ANSWERED, BatchRequest.__name__ + ANSWERED),
+        *(BatchRequest.__name__, Commit.__name__, SnapshotRequest.__name__),
+    ),
 }
 """Moments at which certain kinds of faults do the most harm. Half of these faults happen there."""
 _OF_HUB: frozenset[Kind] = frozenset({"crash hub", "lose machine of hub", "interrupt"})
@@ -263,14 +264,14 @@ def faults_of(settings: dict[str, Any]) -> list[str]:
 def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
     """Return settings that may contradict each other."""
     group = dice.choice([2, 2, 3, 4])
-    groups = dice.randint(1, 4)
+    groups = dice.choice([1, 2, 3, 4, 4, 6])
     settings: dict[str, Any] = {
         "run.seed": seed,
         "run.steps": dice.randint(3, 6),
         "rollout.group_size": group,
         "rollout.retries": dice.randint(1, 3),
         "rollout.extra_per_group": dice.choice([0, 0, 0, 1]),
-        "rollout.max_concurrent": dice.choice([2, 4, 16, "auto"]),
+        "rollout.max_concurrent": dice.choice([2, 2, 4, "auto"]),
         "train.batch_size": group * groups,
         "train.minibatches": dice.choice([1, 1, 2]) if groups % 2 == 0 else 1,
         "engine.count": dice.choice([1, 1, 2]),
