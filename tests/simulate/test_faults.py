@@ -191,11 +191,11 @@ TASK = Task(7, 3, 0, 3, "train", 0, "", PLAIN)
 
 def test_a_sample_that_is_leased_again_after_its_acknowledgement_is_found(book: Bookkeeper) -> None:
     delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
-    book.answered("node 1", *lease(5, TASK))
+    book.replied(*lease(5, TASK))
     book.sent("node 1", delivery)
     book.answered("node 1", delivery, p.Ack())
     with pytest.raises(BrokenLaw, match="nothing acknowledged is lost: task 7"):
-        book.answered("node 2", *lease(6, TASK))
+        book.replied(*lease(6, TASK))
 
 
 @pytest.mark.parametrize(("journal", "is_lost"), [("fsync", True), ("write", False)])
@@ -206,13 +206,13 @@ def test_a_sample_may_be_lost_with_the_machine_unless_it_was_forced_to_the_disk(
     book = Bookkeeper(small, lambda: 0.0)
     book.hub_begins(small.config(str(tmp_path)), 0, [])
     delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
-    book.answered("node 1", *lease(5, TASK))
+    book.replied(*lease(5, TASK))
     book.sent("node 1", delivery)
     book.answered("node 1", delivery, p.Ack())
     book.machine_failed()
     book.hub_begins(small.config(str(tmp_path)), 0, [])
     with pytest.raises(BrokenLaw, match="task 7 was delivered") if is_lost else nullcontext():
-        book.answered("node 2", *lease(6, TASK))
+        book.replied(*lease(6, TASK))
 
 
 def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkeeper, tmp_path: Path) -> None:
@@ -228,6 +228,18 @@ def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkee
         deal(trajectory(TASK, 0, token=2))
 
 
+def test_a_lease_may_reach_a_hanging_node_after_its_task_was_trained(book: Bookkeeper) -> None:
+    book.replied(*lease(5, TASK))
+    book.befalls(Fault("hang node", 0.0), 40.0, "node 1")
+    book.replied(*lease(6, TASK))
+    book.sent("node 2", p.DeliverRequest(2, [p.EndedLease(6, trajectory(TASK, 0))], 0))
+    shard = Shard(0, -1, [ShardSample(0, trajectory(TASK, 0))], [], 0, 0)
+    book.answered("rank 0", p.BatchRequest(0, 0, []), p.BatchReply(shard, may_save=True))
+    book.answered("rank 0", p.Commit(0, {}), p.Ack())
+    book.answered("node 1", *lease(5, TASK))
+    assert book.broken is None
+
+
 def test_a_lease_for_a_node_that_leaves_is_found(tmp_path: Path) -> None:
     seconds = count()
     book = Bookkeeper(scenario(), lambda: float(next(seconds)))
@@ -239,14 +251,14 @@ def test_a_lease_for_a_node_that_leaves_is_found(tmp_path: Path) -> None:
 
 
 def test_a_task_with_two_leases_is_found(book: Bookkeeper) -> None:
-    book.answered("node 1", *lease(5, TASK))
+    book.replied(*lease(5, TASK))
     with pytest.raises(BrokenLaw, match="a task has one lease: 7"):
-        book.answered("node 2", *lease(6, TASK))
+        book.replied(*lease(6, TASK))
 
 
 def test_a_token_that_is_older_than_its_lease_is_found(book: Bookkeeper) -> None:
     late = p.LeaseReply([Lease(5, TASK, 2)], done=False)
-    book.answered("node 1", p.LeaseRequest(1, 1), late)
+    book.replied(p.LeaseRequest(1, 1), late)
     with pytest.raises(BrokenLaw, match="no token is older than its lease allows: 1 < 2"):
         book.sent("node 1", p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 1))], 0))
 

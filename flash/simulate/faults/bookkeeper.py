@@ -124,7 +124,7 @@ class Bookkeeper:
         """Tokens of each training lease whose result a node has sent, by number of the lease."""
         self._acknowledged_tokens: dict[int, int] = {}
         self._leased: dict[int, tuple[str, Lease]] = {}
-        """Process and lease of each training task that is out."""
+        """Process and lease of each training task that is out. The process is empty until it has received the lease."""
         self._tasks: set[int] = set()
         """Training tasks that were ever leased."""
         self._incarnations: dict[str, int] = {}
@@ -240,7 +240,7 @@ class Bookkeeper:
         self._config = config
         self._machine_lost = False
         self._left.clear()
-        self._leased = {task: held for task, held in self._leased.items() if held[0] != "hub"}
+        self._leased = {task: held for task, held in self._leased.items() if held[0] not in ("", "hub")}
 
     def hub_ended(self, error: BaseException | None, *, killed: bool) -> None:
         """Check that the error of a hub's process has a cause among the faults."""
@@ -315,7 +315,8 @@ class Bookkeeper:
             case p.LeaseRequest(), p.LeaseReply():
                 facts["leases"] = [lease.lease_id for lease in reply.leases]
                 for lease in reply.leases:
-                    self._check_lease(process, lease)
+                    if (held := self._leased.get(lease.task.task_id)) is not None and held[1] == lease:
+                        self._leased[lease.task.task_id] = process, lease
             case p.DeliverRequest(), _:
                 facts["ended"] = [[each.lease_id, str(each.result.outcome)] for each in request.ended]
                 for ended in request.ended:
@@ -363,6 +364,9 @@ class Bookkeeper:
                 # At the moment of `Leave` the hub may have granted leases that it has not sent yet.
                 in_time = self._now() <= self._left.get(request.node, math.inf)
                 self.require(in_time or not reply.leases, f"a node that leaves gets no lease: {request.node}")
+                # A process that hangs may receive a lease long after the hub has taken it back.
+                for lease in reply.leases:
+                    self._check_lease(lease)
             case _:
                 pass
 
@@ -371,8 +375,8 @@ class Bookkeeper:
         self._engines.pop(name, None)
         self._leased = {task: held for task, held in self._leased.items() if held[0] != name}
 
-    def _check_lease(self, process: str, lease: Lease) -> None:
-        """Check a lease that a node has received."""
+    def _check_lease(self, lease: Lease) -> None:
+        """Check a lease that the hub is about to send."""
         task = lease.task
         if task.split != "train":
             return
@@ -390,9 +394,9 @@ class Bookkeeper:
             holder = self._leased[number][0]
             self.require(
                 bool(self._disturbed(PROCESS_FAULTS)),
-                f"a task has one lease: {number} is out at {holder}, and leased again",
+                f"a task has one lease: {number} is out at {holder or 'a node'}, and leased again",
             )
-        self._leased[number] = process, lease
+        self._leased[number] = "", lease
         self._tasks.add(number)
         self._check_admission()
 
