@@ -324,7 +324,9 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
     elif dice.random() < 0.5:
         on = dice.choice(MESSAGES) + dice.choice(["", "", ANSWERED])
     if on:
-        fault = replace(fault, on=on, passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice))
+        # A run may be over before a late moment comes.
+        fault = replace(fault, at=round(fault.at / 2, 2), on=on)
+        fault = replace(fault, passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice))
     seconds = 0.0
     if kind in ("hang hub", "hang node", "hang rank"):
         seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0])
@@ -336,6 +338,8 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
         seconds = dice.uniform(5, 40)
     elif kind in ("drain", "lose machine of node", "crash node", "interrupt"):
         seconds = dice.choice([1.0, 3.0, 20.0])  # until it comes back
+    elif kind == "drain slowly":
+        seconds = dice.uniform(5, 30)
     fault = replace(fault, seconds=round(seconds, 2))
     if kind == "interrupt" and dice.random() < 0.6:
         fault = replace(fault, settings=_draw_change(dice, settings, domains))
