@@ -99,9 +99,10 @@ def test_no_row_of_a_step_before_a_checkpoint_is_lost_with_the_machine(wait: flo
         ([Fault("crash hub", 4.0, on="DeliverRequest answered", wait=0.1), Fault("crash hub", 12.0)], {}),
         ([Fault("lose machine of hub", 9.0, on="Commit answered", wait=0.001)], {"checkpoint__every": 10}),
         ([Fault("interrupt", 2.0, on="BatchRequest answered")], {"train__batch_size": 8, "train__stream": True}),
+        ([Fault("hang node", 8.0, seconds=100.0)], {"run__steps": 30}),
         ([Fault("drain slowly", 3.0, seconds=20.0, on="LeaseRequest answered")], {"rollout__max_concurrent": 2}),
     ],
-    ids=["dealt batch", "several restarts", "lost machine", "streamed step", "slow drain"],
+    ids=["dealt batch", "several restarts", "lost machine", "streamed step", "hanging node", "slow drain"],
 )
 def test_the_laws_hold_at_moments_of_great_harm(faults: list[Fault], settings: dict[str, Any]) -> None:
     played = play(scenario(*faults, **settings))
@@ -248,6 +249,13 @@ def test_a_lease_for_a_node_that_leaves_is_found(tmp_path: Path) -> None:
     book.replied(p.Leave(1), p.Ack())
     with pytest.raises(BrokenLaw, match="a node that leaves gets no lease: 1"):
         book.replied(*lease(6, TASK))
+
+
+@pytest.mark.parametrize(("hung_s", "is_stalled"), [(100.0, True), (60.0, False)])
+def test_a_run_that_stops_while_a_node_hangs_is_found(book: Bookkeeper, hung_s: float, is_stalled: bool) -> None:
+    book.befalls(Fault("hang node", 0.0), hung_s, "node 1")
+    with pytest.raises(BrokenLaw, match="the others do the work of a node that hangs") if is_stalled else nullcontext():
+        book.node_continues("node 1", hung_s)
 
 
 def test_a_task_with_two_leases_is_found(book: Bookkeeper) -> None:

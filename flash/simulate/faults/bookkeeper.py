@@ -79,6 +79,9 @@ EXPLAINED: dict[str, frozenset[Kind]] = {
     "CollectiveError": CONNECTION_FAULTS | RANK_FAULTS,
 }
 """Errors that may end the hub's process or a launch, and the kinds of faults that explain each of them."""
+STALLED_S = 75.0
+"""Seconds without a step after which a run counts as stalled while one of its nodes hangs. A node that hangs loses its
+leases after 20 s, and no drawn step takes as long as the rest."""
 SLOWER, MARGIN_S = 2.0, 40.0
 """Factor and seconds by which a run may take longer after its last fault than a whole run without faults."""
 
@@ -139,6 +142,8 @@ class Bookkeeper:
         """Samples of each step of the history whose commit was acknowledged."""
         self._counted: dict[int, frozenset[int]] = {}
         """Tasks of each step of the history, also if the acknowledgement of its commit was lost."""
+        self._stepped_at = -math.inf
+        """Time at which the last commit was acknowledged; -inf if there was none."""
         self._newest = -1
         """Newest step that was ever in the history, also if its row was lost, so that it is trained again."""
         self._published = -1
@@ -479,6 +484,7 @@ class Bookkeeper:
                 self.require(not both, f"no sample is trained twice: tasks {both[:5]} in the steps {other} and {step}")
         self._counted[step] = tasks
         self._newest = max(self._newest, step)
+        self._stepped_at = self._now()
         self.committed[step] = samples
 
     def _check_publication(self, version: int) -> None:
@@ -491,6 +497,12 @@ class Bookkeeper:
                     held >= version - 1,
                     f"engines are at most one version behind: engine {index} of {process} has {held} at {version}",
                 )
+
+    def node_continues(self, process: str, hung_s: float) -> None:
+        """Check that the others have done the work of a node that has hung for some seconds, and now goes on."""
+        if len(self.befallen) == 1:
+            idle = self._now() - max(self._stepped_at, self._now() - hung_s)
+            self.require(idle <= STALLED_S, f"the others do the work of a node that hangs: {process}, {idle:.0f} s")
 
     def too_late(self, process: str, version: int) -> None:
         """Check that a fault explains why an engine fetches a version that the ranks do not hold any more."""

@@ -250,6 +250,8 @@ async def _happen(cluster: Cluster, fault: Fault) -> None:
         case "hang hub" | "hang node" | "hang rank":
             assert process is not None
             await freeze(process, fault.seconds)
+            if fault.kind == "hang node" and process.alive and not cluster.ending:
+                book.node_continues(name, fault.seconds)
         case "slow network":
             cluster.network.slow[name] = SLOW_S
             await anyio.sleep(fault.seconds)

@@ -65,7 +65,7 @@ WEIGHTS: dict[Kind, int] = {
     "lose machine of node": 2,
     "crash rank": 4,
     "hang hub": 2,
-    "hang node": 3,
+    "hang node": 4,
     "hang rank": 2,
     "slow network": 2,
     "full disk": 1,
@@ -329,7 +329,7 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
         fault = replace(fault, passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice))
     seconds = 0.0
     if kind in ("hang hub", "hang node", "hang rank"):
-        seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0])
+        seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0, 100.0])
     elif kind in ("cut one way", "cut both ways"):
         seconds = dice.choice([1.0, 5.0, 20.0, 50.0, 80.0])
     elif kind in ("full disk", "slow disk", "slow network", "engines are slow"):
