@@ -110,6 +110,12 @@ def test_the_laws_hold_at_moments_of_great_harm(faults: list[Fault], settings: d
     assert sum(played.faults.values()) == len(faults)
 
 
+def test_engines_are_fast_again_after_a_fault_during_which_their_process_was_killed() -> None:
+    faults = [Fault("engines are slow", 3.0, seconds=9.0), Fault("crash hub", 6.0)]
+    slow = scenario(*faults, run__steps=60, train__batch_size=8, train__async_ratio=0.0)
+    assert play(replace(slow, nodes=0)).law == ""
+
+
 # -- faulty parts ----------------------------------------------------------------------------------------------------
 
 

@@ -307,6 +307,8 @@ async def _befall_engines(cluster: Cluster, fault: Fault, machine: str) -> None:
     engine.kill()
     if fault.kind == "engines are slow":
         await anyio.sleep(fault.seconds)
+        # The process of the node may have been started again meanwhile, with slow engines.
+        faults = cluster.engines[machine]
         faults.slowness = 1.0
         for slow in faults.engines:
             slow.kill()
