@@ -113,7 +113,7 @@ MOMENTS: dict[Kind, tuple[str, ...]] = {
 """Moments at which certain kinds of faults do the most harm. Half of these faults happen there."""
 _OF_HUB: frozenset[Kind] = frozenset({"crash hub", "lose machine of hub", "interrupt"})
 """Kinds of faults after which another hub process goes on."""
-HORIZON_S = 60.0
+HORIZON_S = 30.0
 """Seconds in which the drawn faults begin."""
 AGAIN = 0.3
 """Share of the runs in which a fault happens once or twice more, since a recovery may spoil what the next one needs."""
