@@ -110,6 +110,12 @@ def test_the_laws_hold_at_moments_of_great_harm(faults: list[Fault], settings: d
     assert sum(played.faults.values()) == len(faults)
 
 
+@pytest.mark.parametrize("wait", [0.0, 0.005, 0.02, 0.05])
+def test_a_disk_that_fills_up_during_a_checkpoint_ends_no_run(wait: float) -> None:
+    fault = Fault("full disk", 3.0, on="SnapshotRequest", wait=wait, seconds=20.0)
+    assert play(scenario(fault, checkpoint__every=1)).law == ""
+
+
 def test_engines_are_fast_again_after_a_fault_during_which_their_process_was_killed() -> None:
     faults = [Fault("engines are slow", 3.0, seconds=9.0), Fault("crash hub", 6.0)]
     slow = scenario(*faults, run__steps=60, train__batch_size=8, train__async_ratio=0.0)

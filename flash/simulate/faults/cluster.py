@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from flash.config.load import dump, recorded
 from flash.config.tree import Config
 from flash.environment.shared import sharing
-from flash.errors import DeadlineError, FlashError, PeerLostError, RecordingError, TransportError
+from flash.errors import CheckpointError, DeadlineError, FlashError, PeerLostError, RecordingError, TransportError
 from flash.hub import protocol as p
 from flash.hub.context import RunEnd
 from flash.hub.gate import Gate
@@ -471,7 +471,10 @@ class Cluster:
             data += piece
             await checkpoint()
         file = temporary_of(step_folder(self.config.run_dir, version)) / "hub.bin"
-        await self.disk.write(lambda: file.write_bytes(data))
+        try:
+            await self.disk.write(lambda: file.write_bytes(data))
+        except OSError as error:
+            raise CheckpointError(f"the simulated hub cannot write its state: {error.strerror}") from error
         return p.SnapshotReply(len(data), zlib.crc32(data))
 
     # -- trainer ranks -------------------------------------------------------------------------------------------------
