@@ -177,7 +177,8 @@ class LocalHost:
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
         """Semaphore with one place for each sandbox that is starting."""
         self._wake = anyio.Event()
-        """Event that makes `_keep_warm` look again: a request, an end, or a change of `_refusal`."""
+        """Event that makes `_keep_warm` look again: a request, freed capacity, a finished start of a ready sandbox, or a
+        change of `_refusal`."""
         self._changed: Callable[[], None] = lambda: None
         """Function that notifies the pool of a changed report; `run` sets it."""
         self._tasks: TaskGroup | None = None
@@ -235,7 +236,7 @@ class LocalHost:
         except BaseException:
             # Also when cancelled: the engine may have created the container all the same, and the next check removes a
             # container that is not in `_known`.
-            self._known.pop(ticket.sandbox_id, None)
+            self._drop(ticket.sandbox_id)
             raise
 
     async def forget(self, image: str) -> None:
@@ -277,7 +278,7 @@ class LocalHost:
                     ticket.lease,
                     error or f"it did not answer within {self._settings.adopt_s:g} s",
                 )
-                self._known.pop(ticket.sandbox_id, None)
+                self._drop(ticket.sandbox_id)
                 lost.add(ticket.sandbox_id)
             else:
                 self._watch(ticket.sandbox_id, adopted[ticket.sandbox_id])
@@ -370,12 +371,16 @@ class LocalHost:
             self._tasks.start_soon(self._until_ended, sandbox_id, sandbox)
 
     async def _until_ended(self, sandbox_id: str, sandbox: Sandbox) -> None:
-        """Remove a sandbox from the records once it has ended, which frees its share of the capacity."""
+        """Remove a sandbox from the records once it has ended."""
         await sandbox.wait_ended()
-        self._known.pop(sandbox_id, None)
         self._ready = [each for each in self._ready if each.sandbox is not sandbox]
-        self._wake.set()
+        self._drop(sandbox_id)
         self._changed()
+
+    def _drop(self, sandbox_id: str) -> None:
+        """Remove a sandbox from `_known`, and let `_keep_warm` use the share of the capacity that this frees."""
+        self._known.pop(sandbox_id, None)
+        self._wake.set()
 
     async def _discard(self, ready: _Ready) -> None:
         """Close a ready sandbox that is not needed any more, and forget it even if that fails.
@@ -387,7 +392,7 @@ class LocalHost:
                 await ready.sandbox.close()
             except SandboxError as error:
                 _log.warning("closing the ready sandbox %s failed: %s", ready.sandbox.sandbox_id, error)
-        self._known.pop(ready.sandbox.sandbox_id, None)
+        self._drop(ready.sandbox.sandbox_id)
 
     def _committed(self) -> Demand:
         """Return the resources of all sandboxes of this host that live, start, or are ready."""
@@ -443,7 +448,10 @@ class LocalHost:
         return ready.ends - self._specs[ready.key].deadline_s
 
     def _warm_up(self, key: str, target: int, now: float) -> None:
-        """Start the missing ready sandboxes of one kind, as many as fit. Does nothing while the kind's starts fail."""
+        """Start the missing ready sandboxes of one kind, as many as fit.
+
+        Does nothing while the kind is in quarantine or the host takes no sandboxes.
+        """
         assert self._tasks is not None
         spec = self._specs[key]
         have = sum(each.key == key for each in self._ready) + self._warming[key]
@@ -479,7 +487,7 @@ class LocalHost:
             _log.warning("a ready sandbox of %s cannot be made: %s", spec.image, error)
         finally:
             if not kept:
-                self._known.pop(sandbox_id, None)
+                self._drop(sandbox_id)
             self._warming -= Counter([key])
             self._wake.set()
             self._changed()
