@@ -18,6 +18,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import anyio
+
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_ADDRESS, EngineInfo, Surroundings
@@ -126,7 +128,10 @@ class DockerBackend:
             )
         self._api = DockerApi(self.url, REQUEST_S)
         self._users = users
-        # `DockerContainers` asks `info` at the first create and not here: Podman takes a second to answer.
+        self._info: EngineInfo | None = None
+        """Properties of the engine; None until `info` is called."""
+        self._asking = anyio.Lock()
+        """Lock around the question for `_info`, so that parallel calls ask once."""
         self.containers = DockerContainers(self._api, self.info, START_S, users)
         self.images = DockerImages(self._api, self.containers, REQUEST_S, IMAGE_S)
         self.agents = DockerAgents(self._api)
@@ -143,7 +148,18 @@ class DockerBackend:
         await self._api.__aexit__(kind, error, trace)
 
     async def info(self) -> EngineInfo:
-        """Return the properties of the engine, with two requests. Raises SandboxStartError if it does not answer."""
+        """Return the properties of the engine. Only the first call sends requests: the properties stay the same, and
+        Podman takes a second of CPU, because it asks the package manager for the versions of its parts.
+
+        Raises:
+            SandboxError: the engine does not answer.
+        """
+        async with self._asking:
+            self._info = self._info or await self._ask_info()
+        return self._info
+
+    async def _ask_info(self) -> EngineInfo:
+        """Ask the engine for its properties, with two requests. Raises SandboxError if it does not answer."""
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]

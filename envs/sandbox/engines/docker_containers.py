@@ -32,7 +32,7 @@ from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
 from envs.sandbox.engines.docker_api import HTTP_FAILED, DockerApi, status_of
 from envs.sandbox.engines.machine import LayerUse, kill_leftovers, layer_use, remove_groups
 from envs.sandbox.engines.seccomp import filter_text, podman_filter
-from flash.errors import ConfigError, SandboxLostError, SandboxStartError
+from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxStartError
 
 _log = logging.getLogger(__name__)
 
@@ -133,25 +133,19 @@ class DockerContainers:
 
         Args:
             api: requests to the engine.
-            info: function that asks the engine for its properties; called once, at the first `create`.
+            info: function that returns the engine's properties, and asks the engine only once.
             start_s: seconds that the engine has to start a container.
             users: range of user ids for sandboxes.
         """
         self._api = api
-        self._ask_info = info
+        self._info = info
         self._start_s = start_s
-        self._by_socket = api.url.startswith("unix://")
-        """True if the engine is reached by a socket. Then it mostly runs on this machine, whose files are visible."""
         self._creating = anyio.CapacityLimiter(CREATES)
         """Limiter of containers that are being created."""
         self._walking = anyio.CapacityLimiter(WALKS)
         """Limiter of the threads that measure layers."""
         self._cleaning = anyio.CapacityLimiter(1)
         """Limiter of the threads that remove what the engine left of a deleted container."""
-        self._info: EngineInfo | None = None
-        """Properties of the engine; None until the first `create`."""
-        self._asking = anyio.Lock()
-        """Lock around the question for `_info`, so that parallel calls of `create` ask once."""
         self._users = Users(users)
         """User ids of the containers that this process knows."""
         self._half_started: set[str] = set()
@@ -162,13 +156,10 @@ class DockerContainers:
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
         """Create a container, with a user id of its own if its profile and the engine allow one, and return its id."""
-        async with self._asking:
-            # Asked only once: Podman asks the package manager for the versions of its parts, which takes a second of
-            # CPU.
-            self._info = self._info or await self._ask_info()
-        podman = self._info.name.startswith("podman")
-        seccomp = self._filter(profiles.check(spec).families, podman=podman)
-        number = self._users.draw() if profiles.check(spec).own_user and self._info.users else None
+        info = await self._info()
+        podman = info.name.startswith("podman")
+        seccomp = _filter(profiles.check(spec).families, podman=podman, here=info.here)
+        number = self._users.draw() if profiles.check(spec).own_user and info.users else None
         own = {} if number is None else {USER_LABEL: str(number)}
         config = profiles.container(
             spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp, mask_option=podman
@@ -206,22 +197,6 @@ class DockerContainers:
                     headers={"Content-Type": "application/x-tar"},
                 )
         return container_id
-
-    def _filter(self, families: Sequence[int], *, podman: bool) -> str | None:
-        """Return the system call filter in the form that the engine takes.
-
-        Docker takes its text, and None if this machine has no default filter to derive it from. Podman takes the path
-        of a file; a Podman that is not reached by a socket may run on another machine, which has no such file, and gets
-        None. With None the engine uses its own default filter.
-
-        Args:
-            families: socket families that the profile allows.
-            podman: True if the engine is Podman.
-        """
-        if not podman:
-            content = filter_text(families)
-            return None if content is None else content.decode()
-        return str(podman_filter(families)) if self._by_socket else None
 
     async def start(self, container_id: str) -> None:
         """Start the container's first process, which waits for a greeting."""
@@ -282,7 +257,7 @@ class DockerContainers:
             status = status_of(error)
             if status not in (HTTP_CONFLICT, HTTP_FAILED):
                 return False
-        if not await anyio.to_thread.run_sync(self._shares_processes):
+        if not (await self._is_here() and await anyio.to_thread.run_sync(self._shares_processes)):
             return status == HTTP_CONFLICT
         try:
             # The command line is empty if the process has ended and its parent has not waited for it.
@@ -290,14 +265,19 @@ class DockerContainers:
         except OSError:
             return True
 
-    def _shares_processes(self) -> bool:
-        """Return True if /proc shows the processes of the engine under the ids that the engine reports.
-
-        Returns False for an engine on another machine, behind a forwarded socket, or outside of the container of this
-        process. Blocks for a moment, because it connects to the engine.
-        """
-        if not self._by_socket:
+    async def _is_here(self) -> bool:
+        """Return True if the containers run on this machine; False also if the engine does not answer this question."""
+        try:
+            return (await self._info()).here
+        except SandboxError:
             return False
+
+    def _shares_processes(self) -> bool:
+        """Return True if /proc shows the processes of an engine on this machine under the ids that the engine reports.
+
+        Returns False if this process runs in a container and the engine outside of it. Blocks for a moment, because it
+        connects to the engine.
+        """
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PEER_S)
             connection.connect(self._api.url.removeprefix("unix://"))
@@ -316,7 +296,7 @@ class DockerContainers:
         if found is None:
             return LayerUse()
         folder = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
-        if self._by_socket and folder and await anyio.Path(folder).is_dir():
+        if folder and await self._is_here() and await anyio.Path(folder).is_dir():
             pid = int(found["State"].get("Pid") or 0)
             measure = partial(layer_use, Path(folder), pid, most, holes=holes)
             return await anyio.to_thread.run_sync(measure, limiter=self._walking)
@@ -374,14 +354,31 @@ class DockerContainers:
         await self._api.json(
             f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None
         )
-        if container_id in self._half_started | self._never_ran and self._by_socket:
-            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id], limiter=self._cleaning)
-            if count:
-                _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
-        if self._by_socket:
+        if await self._is_here():
+            if container_id in self._half_started | self._never_ran:
+                count = await anyio.to_thread.run_sync(kill_leftovers, [container_id], limiter=self._cleaning)
+                if count:
+                    _log.info("container %s is removed; its engine had left %d processes", container_id[:12], count)
             await anyio.to_thread.run_sync(remove_groups, container_id, limiter=self._cleaning)
         self._half_started.discard(container_id)
         self._users.release(container_id)
+
+
+def _filter(families: Sequence[int], *, podman: bool, here: bool) -> str | None:
+    """Return the system call filter in the form that the engine takes.
+
+    Docker takes its text, and None if this machine has no default filter to derive it from. Podman takes the path of a
+    file; a Podman on another machine has no such file, and gets None. With None the engine uses its own default filter.
+
+    Args:
+        families: socket families that the profile allows.
+        podman: True if the engine is Podman.
+        here: True if the engine runs on this machine.
+    """
+    if not podman:
+        content = filter_text(families)
+        return None if content is None else content.decode()
+    return str(podman_filter(families)) if here else None
 
 
 def _folder_in_tar(name: str, owner: int) -> bytes:

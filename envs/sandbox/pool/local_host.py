@@ -177,8 +177,8 @@ class LocalHost:
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
         """Semaphore with one place for each sandbox that is starting."""
         self._wake = anyio.Event()
-        """Event that makes `_keep_warm` look again: a request, freed capacity, a finished start of a ready sandbox, or a
-        change of `_refusal`."""
+        """Event that makes `_keep_warm` look again: a request, freed capacity, a finished start of a ready sandbox, or
+        a change of `_refusal`."""
         self._changed: Callable[[], None] = lambda: None
         """Function that notifies the pool of a changed report; `run` sets it."""
         self._tasks: TaskGroup | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 from uuid import uuid4
 
 import aiohttp
@@ -14,6 +15,7 @@ from aiohttp import web
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.engines.docker_images import PAUSES_S
+from envs.sandbox.engines.machine import LayerUse, memory_bytes
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxTimeoutError
 from tests.envs.sandbox.conftest import IMAGE, room_for
@@ -22,13 +24,15 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def engine(folder, answers, *, far=False):
+async def engine(folder, answers, *, far=False, sent=None):
     """An engine that answers what `answers` has for the end of a path, one after another if it has a list; else 404.
 
-    With `far`, it is reached by TCP, as on another machine.
+    With `far`, it is reached by TCP, as on another machine. The bodies of `POST` requests are added to `sent`.
     """
 
     async def answer(request: web.Request) -> web.Response:
+        if sent is not None and request.method == "POST":
+            sent.append(await request.json())
         for end, found in answers.items():
             if request.path.endswith(end):
                 status, body = found.pop(0) if isinstance(found, list) else found
@@ -49,6 +53,8 @@ async def engine(folder, answers, *, far=False):
 
 
 VERSION = {"/version": (200, {"ApiVersion": "1.41", "Version": "4.3.1"})}
+HERE = {"/info": (200, {"MemTotal": memory_bytes()["MemTotal"]})}
+ELSEWHERE = {"/info": (200, {"MemTotal": memory_bytes()["MemTotal"] + 1})}
 BROKEN = {"/v1.41/containers/json": (500, {"message": "getting container from store: container not known"})}
 
 
@@ -133,7 +139,7 @@ async def test_a_container_without_a_process_has_ended_whatever_its_engine_says(
             await process.wait()
         state = {"Running": True, "Paused": paused, "Pid": process.pid, "ExitCode": 0, "OOMKilled": False}
         told = {"Id": "1", "Name": "/flash-a", "State": state, "Config": {"Labels": None}}
-        answers = {**VERSION, "/1/json": (200, told), "/1/kill": (answer, {"message": "state improper"})}
+        answers = {**VERSION, **HERE, "/1/json": (200, told), "/1/kill": (answer, {"message": "state improper"})}
         async with engine(tmp_path, answers) as backend:
             found = await backend.containers.inspect("1", surely=True)
             assert found is not None
@@ -146,16 +152,35 @@ async def test_a_container_without_a_process_has_ended_whatever_its_engine_says(
         await process.aclose()
 
 
+@pytest.mark.parametrize("far", [True, False])  # without it, the socket leads to another machine, as `ssh -L` makes one
 @pytest.mark.parametrize(("answer", "running"), [(409, False), (500, True), (404, True), (204, True)])
-async def test_a_failure_of_an_engine_elsewhere_is_not_taken_for_the_end_of_a_container(tmp_path, answer, running):
+async def test_a_failure_of_an_engine_elsewhere_is_not_taken_for_the_end_of_a_container(tmp_path, answer, running, far):
     # A process of this number is not here, which says nothing of the engine's machine.
     state = {"Running": True, "Paused": False, "Pid": 1 << 30, "ExitCode": 0, "OOMKilled": False}
     described = {"Id": "1", "Name": "/flash-a", "State": state, "Config": {"Labels": None}}
-    answers = {**VERSION, "/1/json": (200, described), "/1/kill": (answer, {"message": "the runtime failed"})}
-    async with engine(tmp_path, answers, far=True) as backend:
+    kill = {"/1/kill": (answer, {"message": "the runtime failed"})}
+    async with engine(tmp_path, {**VERSION, **ELSEWHERE, "/1/json": (200, described), **kill}, far=far) as backend:
         found = await backend.containers.inspect("1", surely=True)
         assert found is not None
         assert found.running is running
+
+
+async def test_the_layer_of_a_container_elsewhere_is_not_looked_for_here(tmp_path):
+    (tmp_path / "layer").mkdir()
+    described = {"State": {"Pid": 0}, "GraphDriver": {"Data": {"UpperDir": str(tmp_path / "layer")}}, "SizeRw": 7}
+    for place, size in ((ELSEWHERE, 7), (HERE, 0)):
+        async with engine(tmp_path, {**VERSION, **place, "/1/json": (200, described)}) as backend:
+            assert (await backend.containers.layer("1", LayerUse(100, 100))).size == size
+
+
+async def test_a_podman_elsewhere_gets_no_path_of_a_file_here(tmp_path):
+    podman = {"/version": (200, {"ApiVersion": "1.41", "Version": "4.3.1", "Components": [{"Name": "Podman Engine"}]})}
+    for place, named in ((ELSEWHERE, False), (HERE, True)):
+        sent: list[dict[str, Any]] = []
+        answers = {**podman, **place, "/containers/create": (201, {"Id": "1"}), "/archive": (200, {})}
+        async with engine(tmp_path, answers, sent=sent) as backend:
+            await backend.containers.create(Spec(image="any"), name="flash-a", labels={})
+        assert any(option.startswith("seccomp=/") for option in sent[0]["HostConfig"]["SecurityOpt"]) is named
 
 
 @pytest.mark.parametrize("failures", [0, 2, 9])
