@@ -211,7 +211,7 @@ class Command:
             return call(lambda: fork_call(request["function"], files))
         env = dict(self.agent.env)
         env.update(request.get("env") or {})
-        cwd = self.agent.resolve(request.get("cwd") or ".")
+        cwd = self.agent.resolve(request.get("cwd") or "")
         argv = request.get("argv") or [self.agent.shell, "-c", request["command"]]
         tty = bool(request.get("tty"))
         path = find_program(argv[0], env, cwd)

@@ -235,9 +235,15 @@ class BoxAgent:
             work.cancel()
 
     def resolve(self, path: str) -> str:
-        """Return a path as absolute. A relative path begins at the working directory, and is normalised; an absolute
-        path is returned as it is."""
-        return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
+        """Return a path as absolute. A relative path begins at the working directory.
+
+        Only parts `.` and empty parts inside the path are left out, so that it stays short. The kernel decides the
+        meaning of `..` after a link, and of a final slash.
+        """
+        if path.startswith("/"):
+            return path
+        *folders, last = path.split("/")
+        return os.path.join(self.workdir, *[part for part in folders if part not in ("", ".")], last)
 
 
 class Listener:

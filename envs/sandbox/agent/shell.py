@@ -109,7 +109,7 @@ class StatefulBash:
         """Process ids of the shells of this session, the current one last; ended ones while `still_used`."""
         self.state = b""
         """Commands that restore variables, functions and options of the last finished command."""
-        self.cwd = agent.resolve(".")
+        self.cwd = agent.workdir
         """Working directory after the last finished command."""
         self.status = 0
         """Exit code of the last finished command, which the next one finds in `$?`."""
@@ -155,7 +155,7 @@ class StatefulBash:
                 # The readable bash only executes the copy. Without a copy it is the shell itself.
                 argv, begin = ["bash", "--noprofile", "--norc", "-c", ENTER], LEAVE + BEGIN
                 files[PROGRAM_FD] = theirs[-1]
-            cwd = self.agent.resolve(".")
+            cwd = self.agent.workdir
             self.pid = self.agent.launcher.call(
                 lambda: spawn(self.agent.bash, argv, env, cwd, files, False, self.number)
             )

@@ -165,11 +165,12 @@ async def test_the_working_directory_is_not_removed_by_any_of_its_paths(bench):
         for path in (*names, f"{workdir}/.", f"{workdir}/sub/..", f"{workdir}/here/sub/.."):
             with pytest.raises(SandboxFileError, match="is or contains the working directory"):
                 await sandbox.remove(path)
-        with pytest.raises(SandboxFileError, match="Invalid argument"):
-            await sandbox.remove(f"{workdir}/sub/.")
+        for path in ("sub/.", f"{workdir}/sub/."):
+            with pytest.raises(SandboxFileError, match="Invalid argument"):
+                await sandbox.remove(path)
         assert await sandbox.list("sub/file") != []
         await sandbox.remove("here")
-        await sandbox.remove("sub/.")
+        await sandbox.remove("sub")
         assert await sandbox.list() == []
 
 

@@ -83,6 +83,23 @@ async def test_other_links_are_followed_as_ever(bench, tmp_path):
         assert (tmp_path / "one").read_bytes() == b"12"
 
 
+async def test_a_relative_path_means_the_same_as_the_absolute_one_and_as_in_the_shell(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run(
+            "mkdir -p deep/x d; ln -s deep/x far; echo inner > deep/note; echo outer > note", timeout=LIMIT
+        )
+        for start in ("", f"{sandbox.hello.workdir}/"):
+            assert await sandbox.read(f"{start}far/../note") == b"inner\n"
+            assert (await sandbox.run("cat note", timeout=LIMIT, cwd=f"{start}far/..")).stdout == b"inner\n"
+            assert [entry.name for entry in await sandbox.list(f"{start}far")] == ["far"]
+            assert await sandbox.list(f"{start}far/") == []
+            with pytest.raises(SandboxFileError, match="not the name of a file"):
+                await sandbox.write(f"{start}new/", b"")
+            with pytest.raises(SandboxFileError):
+                await sandbox.remove(f"{start}d/.")
+        assert sorted(entry.name for entry in await sandbox.list(".")) == ["d", "deep", "far", "note"]
+
+
 async def test_a_folder_that_may_not_be_written_to_comes_with_its_files(bench, tmp_path):
     tree = tmp_path / "tree"
     (tree / "closed" / "in").mkdir(parents=True)
