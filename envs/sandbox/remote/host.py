@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
@@ -137,7 +138,7 @@ class RemoteHost:
             except SandboxError as error:
                 if self._report.accepts:
                     _log.warning("host %s: %s", self._name, error)
-                self._report = HostReport(self._report.capacity, accepts=False, why=str(error))
+                self._report = msgspec.structs.replace(self._report, accepts=False, why=str(error), warm={}, load=None)
                 version = -1
                 changed()
                 await anyio.sleep(RETRY_S)
@@ -161,28 +162,29 @@ class RemoteHost:
 def report_of(status: Status) -> HostReport:
     """Return the report of a service's status, for placement.
 
-    The service counts as one host with the sum of its hosts' resources. If none of them takes sandboxes, the report
-    says why.
+    The service counts as one host with the sums of its hosts. If none of them takes sandboxes, the report says why.
     """
-    hosts = [host for host in status.hosts if not host.why_not]
-    if not hosts:
-        why = "; ".join(f"{host.name}: {host.why_not}" for host in status.hosts) or "it has no hosts"
-        return HostReport(_sum(status), accepts=False, why=why)
-    warm = sum(host.warm for host in hosts)
+    hosts = status.hosts
+    accepts = any(not host.why_not for host in hosts)
     return HostReport(
         _sum(status),
-        accepts=True,
+        accepts=accepts,
+        why="" if accepts else "; ".join(f"{host.name}: {host.why_not}" for host in hosts) or "it has no hosts",
         # The service does not report kinds. No request has the empty key, so the number is only for the status.
-        warm={"": warm},
+        warm={"": sum(host.warm for host in hosts)},
+        # Hosts that take no sandboxes count too: the sum of a counter must never fall.
         hits=sum(host.hits for host in hosts),
         misses=sum(host.misses for host in hosts),
-        orphans_removed=sum(host.orphans_removed for host in status.hosts),
+        orphans_removed=sum(host.orphans_removed for host in hosts),
         load=_load(status),
     )
 
 
 def _sum(status: Status) -> Demand:
-    """Return the resources of all hosts of the service together."""
+    """Return the resources of all hosts of the service together.
+
+    Hosts that take no sandboxes count too: a request that fits only on such a host waits for it, and is not refused.
+    """
     return Demand(sum(round(1000 * host.cpus) for host in status.hosts), sum(host.memory_mib for host in status.hosts))
 
 
