@@ -161,7 +161,7 @@ def read_task(folder: Path, image: str) -> HarborTask:
         machine = file.environment
         _ = machine.memory_mib, machine.storage_mib  # Parsed now, so that a wrong size is found here.
         workdir = machine.workdir or _workdir(folder)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a RecursionError: nested too deeply
         raise ConfigError(f"{folder} is no task of Harbor: {error}") from error
     if unsupported := _unsupported(folder, file):
         raise ConfigError(f"{path}: sandboxes have no {', no '.join(unsupported)}; leave this task out")

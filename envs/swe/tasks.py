@@ -5,7 +5,7 @@
     issue = "What does not work, for whom."
     [files]
     "money/parse.py" = "the whole text of the file"
-    [[solution]]                          # edits; `old` occurs exactly once in the file
+    [[solution]]                          # edits; `old` occurs exactly once in the file after earlier edits
     file = "money/parse.py"
     old = "int(text)"
     new = "int(text.strip())"
@@ -22,6 +22,7 @@ nothing in the sandbox, such as an edited test or a program that exits early, ca
 from __future__ import annotations
 
 import functools
+import os
 import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -36,6 +37,9 @@ from flash.errors import ConfigError
 SHIPPED = Path(__file__).parent / "tasks"
 """Folder of the twenty tasks that ship with Flash."""
 
+LONGEST_NAME = 255
+"""Most bytes of the name of a file or folder, as in the usual file systems of Linux."""
+
 _Text = Annotated[str, Meta(min_length=1)]
 """A text that is not empty."""
 
@@ -46,7 +50,7 @@ class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     """Path of the file in the repository."""
     old: _Text
-    """Text to replace, which occurs exactly once in the file."""
+    """Text to replace, which occurs exactly once in the file after the edits before this one."""
     new: str
     """Text in its place."""
 
@@ -97,12 +101,19 @@ def read_task(path: Path) -> SweTask:
     """
     try:
         task = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SweTask)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a RecursionError: nested too deeply
         raise ConfigError(f"{path} is no task: {error}") from error
+    folders = {str(folder) for name in task.files for folder in PurePosixPath(name).parents}
     for name in task.files:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-            raise ConfigError(f"{path}: files are named by a path in the repository, but one is {name!r}")
+        # A name in another form, such as `./a` or `a/`, could be a second name of one file, or that of a folder.
+        parts = name.split("/")
+        if any(part in ("", ".", "..") or len(os.fsencode(part)) > LONGEST_NAME for part in parts) or "\0" in name:
+            raise ConfigError(
+                f"{path}: files are named by a path in the repository such as money/parse.py, of parts of at most "
+                f"{LONGEST_NAME} bytes, but one is {name!r}"
+            )
+        if name in folders:
+            raise ConfigError(f"{path}: {name!r} is a file, and also the folder of another file")
     files = dict(task.files)
     for edit in task.solution:
         found = files.get(edit.file, "").count(edit.old)

@@ -83,6 +83,7 @@ def test_there_are_twenty_of_rising_difficulty_and_some_of_each_level_are_held_o
 
 
 RIGHT = """
+level = 1
 issue = "x"
 [files]
 "a.py" = "print(1)"
@@ -102,6 +103,11 @@ shows = "2"
     [
         ('"a.py" = ', '"../a.py" = ', "a path in the repository"),
         ('"a.py" = ', '"/a.py" = ', "a path in the repository"),
+        ('"a.py" = ', '"./a.py" = ', "a path in the repository"),
+        ('"a.py" = ', '"b/" = "x"\n"a.py" = ', "a path in the repository"),
+        ('"a.py" = ', f'"{"é" * 128}" = "x"\n"a.py" = ', "a path in the repository"),
+        ('"a.py" = ', '"a.py/b" = "x"\n"a.py" = ', "'a.py' is a file, and also the folder of another file"),
+        ("level = 1", f"level = {'[' * 3000}{']' * 3000}", "is no task"),
         ('old = "1"', 'old = "3"', "must stand once in a.py, but stands 0 times"),
         ("broken = true", "broken = false", "one of the checks must be `broken = true`"),
         ('shows = "2"', 'shows = " "', "is no task"),
