@@ -135,10 +135,23 @@ def _run(command: Sequence[str], stdin: object = None, *, timeout_s: float = 600
 
 
 async def _main(names: Sequence[str]) -> None:
-    """Build the named images and give them to this machine's engine."""
-    from envs.sandbox.engines.docker import DockerBackend
+    """Build the named images and give them to this machine's engine.
+
+    Raises:
+        ConfigError: there is no recipe of a name, there is no engine, or an image cannot be built.
+        SandboxError: the engine does not answer, or does not take an image.
+    """
+    if unknown := [name for name in names if name not in RECIPES]:
+        raise ConfigError(f"there is no recipe of {', '.join(unknown)}; expected {' or '.join(RECIPES)}")
+    try:
+        # Not at the top: it needs aiodocker, which the recipes do not need.
+        from envs.sandbox.engines.docker import DockerBackend
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
 
     async with DockerBackend() as engine:
+        # Asked first: the downloads would be in vain without an engine that answers.
+        await engine.info()
         for name in names:
             with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
                 archive = Path(folder) / "root.tar"
@@ -149,7 +162,7 @@ async def _main(names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m envs.sandbox.images", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], metavar="NAME", help="all of them by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(RECIPES)}; default: all")
     try:
         asyncio.run(_main(parser.parse_args().names or list(RECIPES)))
     except FlashError as error:

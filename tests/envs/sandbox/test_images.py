@@ -6,8 +6,8 @@ import pytest
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.profiles import SHARED_MEMORY, sizes_mib
-from envs.sandbox.images import _run, finish
-from flash.errors import ConfigError
+from envs.sandbox.images import _main, _run, finish
+from flash.errors import ConfigError, SandboxError
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,13 @@ def test_every_user_may_write_to_the_folders_that_become_file_systems_in_memory(
     spec = Spec(image="any")
     folders = [path for path in sizes_mib(spec) if path != SHARED_MEMORY]
     assert {tmp_path.joinpath(path[1:]).stat().st_mode & 0o7777 for path in folders} == {0o1777}
+
+
+@pytest.mark.anyio
+async def test_images_are_not_built_without_a_recipe_or_an_engine_that_answers(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="there is no recipe of nosuch; expected flash-sandbox-python or"):
+        await _main(["nosuch"])
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing")
+    monkeypatch.setenv("PATH", "")  # so that a build would fail in another way
+    with pytest.raises(SandboxError, match="cannot be reached for GET version"):
+        await _main(["flash-sandbox-python"])
