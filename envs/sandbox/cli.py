@@ -281,7 +281,9 @@ def _spec(arguments: argparse.Namespace) -> Spec:
     try:
         return msgspec.convert(wanted, Spec)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"sandbox: {error}") from None
+        # The error names a field of `Spec`, but the user knows only the option.
+        text = str(error).replace("$.memory_mib", "--memory").replace("$.", "--")
+        raise ConfigError(f"sandbox: {text}") from None
 
 
 # ---- the service

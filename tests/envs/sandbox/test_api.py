@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from argparse import Namespace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 
 from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
+from envs.sandbox.cli import _spec
 from envs.sandbox.text import from_wire, to_wire
-from flash.errors import SandboxRefusedError, SandboxTimeoutError
+from flash.errors import ConfigError, SandboxRefusedError, SandboxTimeoutError
 from tests.envs.sandbox.raw import bare, bearer
 from tests.envs.sandbox.services import SPEC, running
 
@@ -151,3 +153,10 @@ async def test_the_service_refuses_a_command_that_lacks_or_has_what_it_may_not(t
         assert answer.status_code == 400
         assert says in answer.json()["detail"]
         assert answer.json()["cause"] == "SandboxRefusedError"
+
+
+@pytest.mark.parametrize(("option", "value"), [("cpus", 0.0), ("memory", -1), ("runtime", "-")])
+def test_a_wrong_value_of_a_sandbox_is_reported_with_its_option(option, value):
+    given = {"image": "x", "profile": "strict", "cpus": 1.0, "memory": 512, "network": "none", "runtime": None}
+    with pytest.raises(ConfigError, match=f"at `--{option}`"):
+        _spec(Namespace(**{**given, option: value}))
