@@ -110,6 +110,17 @@ def check_command(command: Any, timeout: object, patience: object, env: Mapping[
             raise SandboxRefusedError(f"env: {name!r:.80} cannot be the name of a variable")
 
 
+def check_session_command(command: object, timeout: object) -> None:
+    """Refuse a command that no session could run.
+
+    Raises:
+        SandboxRefusedError: the command is no text, or the timeout is wrong. The message shows it.
+    """
+    if not isinstance(command, str):
+        raise SandboxRefusedError(f"a session takes a command as text, not {command!r:.80}")
+    check_timeout(timeout)
+
+
 class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A command as it travels to a service over HTTP: the body of `run`, `stream` and `jobs`."""
 

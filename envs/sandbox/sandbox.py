@@ -150,13 +150,14 @@ class Files(Archives):
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
         """Replace a file atomically, or append to it. Missing folders are created.
 
-        `mode` holds the permissions of a file that is created or replaced. No program in the sandbox sees half of a
-        replaced file, also if the call is cancelled. If `path` is a link, the link itself is replaced. Appending
-        follows links and keeps the mode of an existing file.
+        `mode`, from 0 to 0o777, holds the permissions of a file that is created or replaced. No program in the sandbox
+        sees half of a replaced file, also if the call is cancelled. If `path` is a link, the link itself is replaced.
+        Appending follows links and keeps the mode of an existing file.
 
         Raises:
             SandboxFileError: the file cannot be written.
             SandboxLimitError: the disk of the sandbox is full, or `data` has more bytes than one call may write.
+            SandboxRefusedError: the path cannot be encoded, or the mode is wrong.
         """
         raise _refused(self, "write")
 

@@ -31,13 +31,21 @@ from envs.sandbox.api import (
     Result,
     StreamName,
     check_command,
+    check_session_command,
     check_timeout,
 )
 from envs.sandbox.local.channel import OUTPUT_WINDOW, PIECE, AgentCall, Channel, decode, in_time
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.text import as_bytes, check_path
 from envs.sandbox.trees import HEAD_BYTES, TreeLimits
-from flash.errors import SandboxBusyError, SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
+from flash.errors import (
+    SandboxBusyError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxRefusedError,
+)
 
 ANSWER_SECONDS = 20.0
 """Seconds for a request that the agent can answer at once. It is long, because the machine may be overloaded."""
@@ -273,8 +281,10 @@ class AgentSandbox(Sandbox):
         """Replace a file atomically, or append to it, as `Files.write` says."""
         if len(data) > WRITE_LIMIT:
             raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
+        if not 0 <= mode <= 0o777:
+            raise SandboxRefusedError(f"{path}: a mode is a number from 0 to 0o777, not {mode:#o}")
         channel = await self.channel()
-        argument = {"path": encoded_path(path), "mode": mode & 0o7777, "append": append}
+        argument = {"path": encoded_path(path), "mode": mode, "append": append}
         async with channel.call("write", argument, ANSWER_SECONDS + len(data) / WRITE_RATE) as call:
             await call.send(data, last=True)
             await call.result(type(None))
@@ -426,8 +436,9 @@ class AgentSession:
 
         Raises:
             SandboxBusyError: the earlier commands took all of `timeout` seconds.
+            SandboxRefusedError: the command or the timeout is wrong.
         """
-        check_timeout(timeout)
+        check_session_command(command, timeout)
         limit = self._sandbox.spec.output_limit
         argument = command_argument(command, limit, timeout) | {"name": self.name}
         channel = await self._sandbox.channel()

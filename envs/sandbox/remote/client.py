@@ -39,6 +39,7 @@ from envs.sandbox.api import (
     Spec,
     State,
     StreamName,
+    check_session_command,
     check_timeout,
 )
 from envs.sandbox.protocol import (
@@ -570,7 +571,7 @@ class RemoteSession:
 
     async def run(self, command: str, *, timeout: float) -> Result:
         """Run one command after the session's earlier ones, as `Session.run` says. Cancelling this kills it."""
-        check_timeout(timeout)
+        check_session_command(command, timeout)
         body = RunInSession(command=to_wire(command), timeout=timeout)
         # The agent lets the command wait for earlier ones for `timeout` seconds, and then run for as long.
         answer = await self._sandbox.call_once(f"{self._path}/run", SessionResult, body, 2 * timeout)

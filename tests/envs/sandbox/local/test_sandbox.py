@@ -58,6 +58,12 @@ async def test_wrong_requests_are_refused_and_the_sandbox_goes_on(bench):
             await sandbox.run("true", timeout=0)
         with pytest.raises(SandboxRefusedError, match="at least one word"):
             await sandbox.run([], timeout=LIMIT)
+        for mode in (-1, 0o4755):
+            with pytest.raises(SandboxRefusedError, match="from 0 to 0o777"):
+                await sandbox.write("file", b"", mode=mode)
+        async with sandbox.session() as session:
+            with pytest.raises(SandboxRefusedError, match="a session takes a command as text"):
+                await session.run(["echo", "1"], timeout=LIMIT)
         with pytest.raises(SandboxLimitError, match="120000 bytes, not 200000"):
             await sandbox.run("#" * 200_000, timeout=LIMIT)
         with pytest.raises(Exception, match="no-such-folder"):

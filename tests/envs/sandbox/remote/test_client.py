@@ -130,6 +130,14 @@ async def test_leaving_a_stream_kills_its_command(sandbox):
     await eventually(gone)
 
 
+async def test_a_session_takes_only_text_and_a_file_only_permissions(sandbox):
+    async with sandbox.session() as session:
+        with pytest.raises(SandboxRefusedError, match="a session takes a command as text"):
+            await session.run(["echo", "1"], timeout=10)
+    with pytest.raises(SandboxRefusedError):
+        await sandbox.write("file", b"", mode=0o4755)
+
+
 async def test_files_and_trees(sandbox, tmp_path):
     await sandbox.write("folder/a.bin", b"\x00\xff" * 100)
     await sandbox.write("folder/a.bin", b"end", append=True)
