@@ -310,9 +310,9 @@ class Agent:
     def _answer(self, action: str) -> PolicyAnswer:
         """Return the policy's last response as the endpoint sends it to the agent.
 
-        Also counts its tool calls, and notes in `_cut` if a limit on tokens cut it off. The text ends before the first
-        stop text of the request. Only the first tool call is returned if the request forbids parallel tool calls. A
-        request in plain text, without chat messages, has no tool calls.
+        Also counts its tool calls, and notes in `_cut` if a limit on tokens cut it off. The content ends before the
+        first stop text of the request; reasoning and calls are not cut. Only the first tool call is returned if the
+        request forbids parallel tool calls. A request in plain text, without chat messages, has no tool calls.
         """
         assert self._pending is not None
         request, response = self._pending.call.request, self._episode.last

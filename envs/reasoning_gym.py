@@ -128,6 +128,7 @@ class ReasoningGym:
 
         Raises:
             ConfigError: a family does not accept its settings, or its grader is refused.
+            EnvError: the certification raised an error, for example because the package cannot be imported.
         """
         for name, settings in options.settings.items():
             report = await certified(name, settings)

@@ -156,7 +156,8 @@ class _Relay:
     def _begins(self) -> bool:
         """Look for the mark and the frame with the port in the bytes read. Returns True once the port is known.
 
-        What precedes the mark, such as a greeting of the image, is dropped with it.
+        A port that is no number also sets `settled`, so that `open_relay` fails at once. All bytes before the mark,
+        such as a greeting of the image, are dropped with it.
         """
         at = self._unread.find(MARK)
         if at < 0 or len(self._unread) < at + len(MARK) + HEADER.size:

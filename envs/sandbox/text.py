@@ -2,8 +2,8 @@
 
 *Bytes that are not UTF-8.* Inside a process such a byte is a lone surrogate, as `os.fsdecode` makes it (0xff is
 U+DCFF). JSON and msgpack cannot carry surrogates. In bodies of the HTTP API the byte is sent as U+0000 and two
-hexadecimal digits. Names and commands cannot contain a zero byte, so this is unambiguous. In a query the byte is
-percent-encoded as usual.
+lower-case hexadecimal digits. Names and commands cannot contain a zero byte, so this is unambiguous. In a query the
+byte is percent-encoded as usual.
 
 *Text about a command*, for the policy or person that gave it: its result, or the reason why it was not run.
 """

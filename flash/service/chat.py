@@ -141,7 +141,7 @@ class PolicyAnswer(msgspec.Struct, frozen=True):
     logprobs: list[tuple[str, float]] | None = None
     """Text and log-prob of each token of the answer; None if the agent did not ask for them."""
     stop: str = ""
-    """Stop text that ended the answer, which `message` does not contain; empty if none did."""
+    """Stop text before which the content was cut; empty if the content had none."""
 
 
 class ChatMessage(msgspec.Struct):

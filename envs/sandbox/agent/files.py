@@ -331,7 +331,8 @@ def describe(folder: int, name: str) -> list:
 def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
     """Call `send` with the entries of a folder, many at a time. For a file or a link, with its own entry.
 
-    Raises CallRefusal if the folder cannot be read or has more than `limit` entries.
+    Raises CallRefusal if the folder cannot be read, or has more than `limit` entries (not with Python 3.6, see
+    `names_in`).
     """
     try:
         folder, name = locate(path, follow=False)
