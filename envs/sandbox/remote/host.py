@@ -92,8 +92,8 @@ class RemoteHost:
         """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front.
 
         The idempotency key of each order was the id of its ticket, by which the sandbox is found. A sandbox without a
-        ticket has no lease at this front any more. `settled` is not called for tickets whose sandbox does not live any
-        more; they are missing in the result. Raises SandboxError if the host cannot be reached.
+        ticket has no lease at this front any more. `settled` is called only for tickets whose sandbox lives when the
+        host answers, with None if it then does not become ready. Raises SandboxError if the host cannot be reached.
         """
         status = await self._client.status()
         self._report = report_of(status)
