@@ -106,8 +106,8 @@ async def _open(options: VerifiersOptions) -> AsyncGenerator[tuple[httpx.AsyncCl
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=options.url, timeout=None, limits=limits, trust_env=False) as client:
         try:
-            names = (await client.get("/tasks")).raise_for_status().json()
-        except httpx.HTTPError as error:
+            names = msgspec.json.decode((await client.get("/tasks")).raise_for_status().content, type=list[str])
+        except (httpx.HTTPError, msgspec.DecodeError, RecursionError) as error:
             raise EnvError(f"there are no tasks of verifiers at {options.url} ({error}): see {SERVER}") from error
         tasks = [_Task(name, number) for number, name in enumerate(names)]
         yield client, divide(tasks, None, options.held_out_fraction, options.url)

@@ -135,3 +135,21 @@ async def test_the_server_imports_nothing_of_ours() -> None:
     )
     done = await anyio.run_process([sys.executable, "-c", looks], cwd="/")
     assert b"--env" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"error": 1}', "[1]"])
+async def test_an_answer_that_is_no_list_of_tasks_is_reported(text: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.router.add_get("/tasks", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with sharing("test"):
+            with pytest.raises(EnvError, match="there are no tasks of verifiers"):
+                await Verifiers.prepare(VerifiersOptions(url=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    finally:
+        await runner.cleanup()
