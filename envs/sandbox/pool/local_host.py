@@ -561,7 +561,7 @@ class EngineMaker:
     async def capacity(self) -> Demand:
         """Return the resources of the engine's machine."""
         if self._capacity is None:
-            # Asked only once: the result stays the same, and Podman takes a second of CPU to answer.
+            # Only once: a new meter has no earlier reading to compare with.
             info = await self._backend.info()
             self._capacity = Demand(1000 * info.cpus, info.memory // _MIB)
             self._meter = MachineMeter() if info.here else None
