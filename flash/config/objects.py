@@ -148,19 +148,23 @@ def _nearest_module(name: str) -> str:
 
 
 def own_folders() -> list[str]:
-    """Return the folders of the import path that hold the user's own modules, in order.
+    """Return the folders of the import path that hold the user's own modules, in order: all but the folders of Python
+    and of installed packages.
 
-    Folders of Python and of installed packages are left out: error messages should suggest only names that a user may
-    have meant.
+    A run records the folders, a bundle copies modules from them, and error messages suggest names in them.
     """
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    own = [folder for folder in sys.path if os.path.isdir(folder) and not _lies_in(Path(folder).resolve(), installed)]
-    return list(dict.fromkeys(os.path.abspath(folder) for folder in own))
-
-
-def _lies_in(folder: Path, folders: set[Path]) -> bool:
-    """Return True if a folder is one of `folders`, or lies somewhere inside one of them."""
-    return any(one in folders for one in (folder, *folder.parents))
+    # The other paths of `sysconfig` are no folders of modules. One of them is the whole virtual environment, which may
+    # be the folder of the user's project.
+    paths = sysconfig.get_paths()
+    installed = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own: list[str] = []
+    for entry in filter(os.path.isdir, sys.path):
+        folder = Path(entry).resolve()
+        # `sysconfig` does not know the packages of a user, of the system and of other environments.
+        packages = "site-packages" in folder.parts or "dist-packages" in folder.parts
+        if not packages and installed.isdisjoint((folder, *folder.parents)):
+            own.append(os.path.abspath(entry))
+    return list(dict.fromkeys(own))
 
 
 def load_environment(path: str) -> type[object]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +23,7 @@ from flash.config.objects import (
     load_object,
     load_objective,
     load_sink,
+    own_folders,
     share_import_path,
     take_import_path,
 )
@@ -338,3 +341,32 @@ def test_a_sink_is_made_from_the_configuration_and_the_step_of_a_resume() -> Non
     for name in ("takes_one", "TYPE_CHECKING"):
         with pytest.raises(ConfigError, match=r"makes no sink: expected a function that is called as"):
             load_sink(f"{__name__}:{name}")
+
+
+OWN_FOLDERS = """
+import sys
+sys.path[:0] = [{folder!r}]
+from flash.config.objects import own_folders
+print(*own_folders(), sep="\\n")
+"""
+
+
+def test_a_project_folder_that_holds_the_virtual_environment_is_the_users(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)
+    needed = os.pathsep.join(path for path in sys.path if path and not path.startswith(str(tmp_path)))
+    command = [tmp_path / "bin" / "python", "-c", OWN_FOLDERS.format(folder=str(tmp_path))]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": needed}, capture_output=True, text=True, check=True)
+    own = done.stdout.splitlines()
+    assert own[0] == str(tmp_path)
+    assert not [folder for folder in own if "python3" in folder]
+
+
+@pytest.mark.parametrize("packages", ["lib/python3/dist-packages", ".local/lib/python3.11/site-packages"])
+def test_folders_of_installed_packages_outside_the_environment_are_not_the_users(
+    packages: str, tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / packages).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / packages)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert own_folders()[0] == str(tmp_path)
+    assert str(tmp_path / packages) not in own_folders()
