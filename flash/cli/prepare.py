@@ -138,10 +138,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
         def read(_: Config | None) -> Finding:
             """Read the configuration, as the first check. The argument of a check is not needed."""
-            from flash.run.checks.preflight import start_problems
+            from flash.run.checks.preflight import sft_problems, start_problems
 
             try:
-                config.append(load(paths, overrides, also=start_problems))
+                config.append(
+                    load(
+                        paths, overrides, also=lambda one: start_problems(one) if one.sft is None else sft_problems(one)
+                    )
+                )
             except ConfigError as error:
                 return missing(str(error), "correct it; the findings below are for a small run")
             return ok("every key is valid, and the files and classes that it names exist")

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import msgspec
 
 from flash.cli.arguments import CommandParsers, check_writable
 from flash.config.check import advise_on_engines
+from flash.config.decode import ConfigProblem
 from flash.config.load import load, split_arguments
 from flash.config.models import SHOWN, folders_beside, is_gguf
 from flash.config.tree import Config
@@ -238,7 +239,13 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         raise ConfigError(
             f"there is no configuration, run directory or model {only}{folders_beside(only)}; a hub id needs --env"
         )
-    return load(paths, [*overrides, *more]), named
+    return load(paths, [*overrides, *more], also=_without_environment), named
+
+
+def _without_environment(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a problem if the configuration is one of `flash sft`, which has no environment to play."""
+    if config.sft is not None:
+        yield ConfigProblem("sft", "trains on rows and has no environment: name a model alone, with --env")
 
 
 def _nothing_named(model: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_wrong_configuration_is_missing_something_and_the_machine_is_looked_at
     assert "\nok          machine " in said
     assert main(["doctor", config, "model.path=a--b"]) == 1
     assert "`model.path` (setting): there is no folder a--b here" in capsys.readouterr().out
+
+
+def test_a_configuration_of_flash_sft_is_checked_for_flash_sft(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path(config).with_name("rows.jsonl")
+    rows.write_text('{"prompt": "a", "completion": "b"}')
+    Path(config).write_text(re.sub("(?m)^env = .*", f'sft = {{ data = "{rows}" }}', CONFIG))
+    main(["doctor", config])
+    assert capsys.readouterr().out.startswith("ok          config ")
+    assert main(["doctor", config, "sft.data=nothing.jsonl"]) == 1
+    assert "`sft.data` (setting): there is no data set at nothing.jsonl" in capsys.readouterr().out
 
 
 def test_containers_are_missing_only_where_the_environment_runs_programs_in_them(config: str) -> None:

@@ -109,3 +109,13 @@ def test_a_folder_that_is_none_of_these_is_named(folder: Path) -> None:
         load_named(asked("."))
     with pytest.raises(ConfigError, match=r"empty is no run directory and no model: expected config\.toml or"):
         load_named(asked("empty"))
+
+
+def test_a_configuration_of_flash_sft_has_no_environment_to_play(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    (tmp_path / "sft.toml").write_text(
+        f'run.name = "a-run"\nmodel.path = "{tmp_path}"\nsft.data = "{tmp_path}/rows.jsonl"\n'
+    )
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"`sft` .* has no environment: name a model alone, with --env"):
+        load_named(parse(["eval", str(tmp_path / "sft.toml")]))

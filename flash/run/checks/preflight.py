@@ -69,7 +69,8 @@ def start_problems(config: Config) -> list[ConfigProblem]:
 def sft_problems(config: Config) -> list[ConfigProblem]:
     """Return the problems that would stop the run that `flash sft` is about to start, except faults of single rows.
 
-    `flash.config.load.load` calls this last. The rows are tokenized, and so checked, after that.
+    `flash.config.load.load` calls this last, for `flash sft` and `flash doctor`. The rows are tokenized, and so
+    checked, after that.
     """
     if config.sft is None:
         return [ConfigProblem("sft", "is missing: an [sft] table names the rows, as `sft.data=rows.jsonl`")]
