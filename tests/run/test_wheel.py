@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -56,13 +57,38 @@ def test_a_package_that_is_not_where_pip_looks_is_refused_with_what_helps(
     model: PackagedModel, tmp_path: Path, change: dict[str, str]
 ) -> None:
     told = refused(msgspec.structs.replace(model, **change), tmp_path)
-    assert "cannot be fetched: where pip looks there is no such package" in told
+    assert "cannot be fetched: where pip looks there is no wheel of it" in told
     assert "PIP_FIND_LINKS" in told
 
 
 def test_without_a_network_it_says_so(model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_looks(monkeypatch, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
     assert "cannot be fetched: pip does not reach where it is to look; check the network" in refused(model, tmp_path)
+
+
+def test_an_index_that_answers_the_second_time_is_not_taken_for_a_network_that_is_down(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            """Leave the first request without an answer, and offer another version than the expected one next."""
+            silent, _ = server.accept()
+            connection, _ = server.accept()
+            with silent, connection:
+                connection.recv(65536)
+                page = "<a href='tiny_package-0.9-py3-none-any.whl'>tiny_package-0.9-py3-none-any.whl</a>"
+                head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
+                connection.sendall(f"{head}Connection: close\r\n\r\n{page}".encode())
+
+        index = threading.Thread(target=serve, daemon=True)
+        index.start()
+        pip_looks(monkeypatch, PIP_INDEX_URL=f"http://127.0.0.1:{server.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        monkeypatch.setenv("PIP_TIMEOUT", "1")
+        told = refused(model, tmp_path)
+        index.join()
+    assert "cannot be fetched: where pip looks there is no wheel of it" in told
 
 
 def test_an_environment_without_pip_is_told_how_to_get_it(model: PackagedModel, tmp_path: Path) -> None:
