@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from json import loads
@@ -345,9 +345,7 @@ def positions_by_length(described: PreTrainedConfig) -> str | None:
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
-def stored_tensors(
-    path: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size]
-) -> Callable[[str], Tensor] | None:
+def stored_tensors(path: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> Callable[[str], Tensor] | None:
     """Return a function that reads one tensor of the model, by name, from safetensors files.
 
     `flash.trainer.model.model` calls this when it loads weights. So a rank can load its part of each tensor without
@@ -365,6 +363,7 @@ def stored_tensors(
 
     Raises:
         ValueError: a tensor is quantized, so that it cannot be used without its scale.
+        Exception: a file is damaged. The type depends on the damage.
     """
     if (files := _weight_files(path)) is None:
         return None
@@ -375,7 +374,8 @@ def stored_tensors(
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 part = file.get_slice(key)
                 stored[key] = (name, part.get_shape(), str(part.get_dtype()))
-    # The conversions from stored names and pieces to the model's tensors.
+    # The conversions from stored names and pieces to the model's tensors. The legacy ones of any model are left out:
+    # weights with such names (LayerNorm.gamma) lack tensors of the model here, so the caller loads them as a whole.
     changes = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
@@ -383,9 +383,8 @@ def stored_tensors(
     # Stored names of the pieces of each tensor, each with the pattern of the conversion that takes it; None if the
     # tensor is stored in one piece.
     pieces: dict[str, list[tuple[str, str | None]]] = {}
-    known = dict(shapes)
     for key, (file_name, shape, dtype) in sorted(stored.items(), key=lambda one: dot_natural_key(one[0])):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
         # The files may already use the model's own names.
         if name not in shapes and key in shapes:
             name, pattern = key, None
@@ -418,7 +417,7 @@ def stored_tensors(
 def _weight_files(path: str) -> list[str] | None:
     """Return the paths of a model's safetensors files, of one file or of several with an index; None if there are none.
 
-    The files of a hub id are downloaded into the local cache.
+    The files of a hub id are downloaded into the local cache. A damaged index raises errors of several types.
     """
     local = Path(path).is_dir()
     try:

@@ -104,6 +104,37 @@ def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
         load_model(ModelConfig(path=str(tmp_path)))
 
 
+DAMAGED = {
+    "cut off": ("model.safetensors", b"\xff\0\0\0\0\0\0\0{"),
+    "another archive": ("pytorch_model.bin", b"PK\3\4"),
+    "an index of nothing": ("model.safetensors.index.json", b"{}"),
+    "an index that is a list": ("model.safetensors.index.json", b"[]"),
+    "an index without names": ("model.safetensors.index.json", b'{"weight_map": 3}'),
+    "an index of numbers": ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_weights_are_a_config_error(damage: str, untied_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(untied_model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    file, content = DAMAGED[damage]
+    (folder / file).write_bytes(content)
+    config = ModelConfig(path=str(folder), dtype="float32")
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load a causal language model from"):
+        load_sharded(config, trainer_mesh("cpu"))
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load a causal language model from"):
+        load_model(config)
+
+
+@pytest.mark.parametrize("config", ["[]", '{"model_type": 3}', '{"model_type": "qwen2", "num_hidden_layers": "two"}'])
+def test_a_damaged_description_of_a_model_is_a_config_error(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    for load in (load_model, empty_model):
+        with pytest.raises(ConfigError, match=r"model\.path: cannot load a causal language model from"):
+            load(ModelConfig(path=str(tmp_path)))
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_weights_that_mean_nothing_without_their_scales_are_refused(
     tied_model: Path, tmp_path: Path, told: bool

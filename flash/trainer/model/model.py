@@ -102,7 +102,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             local_files_only=Path(config.path).is_dir(),
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged files cause errors of many types, and a model's own code may raise any
         raise _cannot_load(config, error) from error
     return model
 
@@ -118,7 +118,7 @@ def empty_model(config: ModelConfig, layers: int | None = None) -> PreTrainedMod
     try:
         _check_unquantized(config)
         model = without_weights(config.path, trusted=config.trust_remote_code, layers=layers)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # of any type, as in `load_model`
         raise _cannot_load(config, error) from error
     model.tie_weights()
     # The generation_config is exported together with the trained model. Some models have none.
@@ -136,8 +136,7 @@ def _check_unquantized(config: ModelConfig) -> None:
 
     Raises:
         ValueError: the model's config.json has a quantization_config.
-        OSError, KeyError: the configuration cannot be read. `AutoConfig.from_pretrained` also raises ValueError for
-            this. The callers turn all of these errors into a ConfigError.
+        Exception: the configuration cannot be read. The callers turn all errors into a ConfigError.
     """
     described = AutoConfig.from_pretrained(
         config.path, local_files_only=Path(config.path).is_dir(), trust_remote_code=config.trust_remote_code
@@ -150,7 +149,8 @@ def _check_unquantized(config: ModelConfig) -> None:
 
 def _cannot_load(config: ModelConfig, error: Exception) -> ConfigError:
     """Return the error to raise for a model that cannot be loaded. `error` is the reason."""
-    return ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}")
+    reason = f"{type(error).__name__}: {error}"
+    return ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {reason}")
 
 
 def load_sharded(
@@ -210,7 +210,7 @@ class _StoredWeights:
         self._shapes = {name: tensor.shape for name, tensor in _named_weights(model)}
         try:
             read = stored_tensors(config.path, model, self._shapes)
-        except ValueError as error:
+        except Exception as error:  # of any type, as in `load_model`
             raise _cannot_load(config, error) from error
         self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
