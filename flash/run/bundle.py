@@ -421,7 +421,7 @@ def _check_architecture(described: Path, model: Path) -> None:
             AutoConfig.from_pretrained(one, local_files_only=True, trust_remote_code=False).to_dict()
             for one in (described, model)
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file causes errors of many types
         raise ConfigError(f"--model {model}: its {MODEL_CONFIG} cannot be read: {error}") from error
     ignored = {*NAMES_OF_PATHS, "dtype", "torch_dtype", "transformers_version", "architectures"}
     for key in sorted((ours.keys() | theirs.keys()) - ignored):

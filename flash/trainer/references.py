@@ -231,7 +231,7 @@ def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
         return {}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=trust)
-    except (OSError, ValueError):
+    except Exception:  # damaged files cause errors of many types, and a model's own code may raise any
         return {}
     return dict(tokenizer.get_vocab())
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from flash.config.tree import ModelConfig
+from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError, EnvError
 from flash.rollout.episode.tokenizer import KEPT_PROMPTS, HfTokenizer
 from flash.rollout.episode.transcript import min_tokens
+from flash.trainer.references import check_tokenizer
 from flash.types import Message, ToolCall
 from tests.envs.forms import FORMS
 
@@ -174,6 +176,30 @@ def test_a_text_begins_as_the_tokenizer_begins_texts_and_messages_only_as_their_
     assert tokenizer.render("") == start
     assert tokenizer.follow("<s>ab", None) == letters
     assert tokenizer.render([Message("user", "ab")]).count(numbers["<s>"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+    ],
+)
+def test_a_damaged_tokenizer_is_a_config_error_for_the_policy_and_none_for_other_models(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.path = .* has no usable tokenizer: "):
+        HfTokenizer(ModelConfig(path=str(tmp_path)))
+    config = msgspec.convert(
+        {"run": {"name": "x"}, "model": {"path": str(tmp_path)}, "env": {"path": "fake:Fake"}}, Config
+    )
+    check_tokenizer(config, "critic.path", str(tmp_path / "other"))
 
 
 def test_text_follows_as_it_is(make: Make) -> None:

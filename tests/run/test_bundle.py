@@ -195,6 +195,8 @@ def test_a_bundle_without_weights_takes_them_from_a_folder_that_has_the_same(mad
     (model / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 0.5}))
     told = command("replay", made.light, "--model", model, code=2)
     assert "rms_norm_eps is 0.5 in its config.json, expected 1e-06" in told
+    (model / "config.json").write_text(json.dumps(described | {"num_hidden_layers": "two"}))
+    assert "its config.json cannot be read: " in command("replay", made.light, "--model", model, code=2)
     assert "it has no config.json" in command("replay", made.light, "--model", tmp_path, code=2)
 
 

@@ -224,8 +224,9 @@ class HfTokenizer(Tokenizer):
             self.inner: Any = AutoTokenizer.from_pretrained(
                 config.path, local_files_only=local, trust_remote_code=config.trust_remote_code
             )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path = {config.path!r} has no usable tokenizer: {error}") from error
+        except Exception as error:  # damaged files cause errors of many types, and a model's own code may raise any
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"model.path = {config.path!r} has no usable tokenizer: {reason}") from error
 
     def ready(self) -> HfTokenizer:
         """Load the parsers of responses, which takes seconds, and check the configuration of the tokenizer.
