@@ -368,8 +368,8 @@ def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
 def _check_depth(table: dict[str, Any], source: str) -> None:
     """Raise ConfigError if tables or lists are nested deeper than `DEEPEST`. Later functions walk them recursively, and
     would exceed Python's recursion limit. `source` names the file or the override in the message."""
-    level: list[Any] = [table]  # the tables and lists at one depth
-    for _ in range(DEEPEST):
+    level: list[Any] = [table]  # the tables and lists at one depth; first the whole source, which is not counted
+    for _ in range(DEEPEST + 1):
         inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
         level = [value for value in inner if isinstance(value, (dict, list))]
     if level:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from flash.config.load import dump, key_paths, load, load_checked, read_recorded, split_arguments
+from flash.config.load import dump, key_paths, load, load_checked, read_recorded, read_toml, split_arguments
 from flash.config.section import ALARM_LIMITS
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -611,6 +611,22 @@ def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
     for paths, overrides, source in ([file], [], str(file)), ([], [override], "setting"):
         with pytest.raises(ConfigError, match=f"^{source}.*: expected tables and lists at most 64 deep in one another"):
             load(paths, overrides)
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda depth: f"a = {'[' * depth}{']' * depth}",
+        lambda depth: f"[{'.'.join('a' * depth)}]",
+    ],
+)
+def test_exactly_the_depth_that_the_message_names_is_allowed(project, nested):
+    file = project / "deep.toml"
+    file.write_text(nested(64))
+    assert read_toml(file)
+    file.write_text(nested(65))
+    with pytest.raises(ConfigError, match="expected tables and lists at most 64 deep in one another"):
+        read_toml(file)
 
 
 @pytest.mark.parametrize(
