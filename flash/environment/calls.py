@@ -384,10 +384,11 @@ def describe_error(error: BaseException) -> str:
     """
     chosen = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     cause = chosen.__cause__
-    # Python replaces a StopIteration that leaves a coroutine by a RuntimeError with this message. The user's own
-    # exception says more. A RuntimeError that the user has raised is kept.
-    if type(chosen) is RuntimeError and isinstance(cause, StopIteration):
-        chosen = cause if message_of(chosen).endswith(" raised StopIteration") else chosen
+    # Python replaces an end of iteration that leaves a coroutine or a generator by a RuntimeError whose message ends in
+    # this way. The user's own exception says more. A RuntimeError that the user has raised is kept.
+    if type(chosen) is RuntimeError and isinstance(cause, (StopIteration, StopAsyncIteration)):
+        replaced = message_of(chosen).endswith((" raised StopIteration", " raised StopAsyncIteration"))
+        chosen = cause if replaced else chosen
     # An error that was put into a group without being raised has no traceback of its own.
     return f"{type(chosen).__name__}: {message_of(chosen)}{place_of(chosen) or place_of(error)}"
 

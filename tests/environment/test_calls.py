@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from flash.environment.calls import describe_error
@@ -20,6 +22,18 @@ def test_a_stop_iteration_that_left_a_coroutine_is_shown_as_raised() -> None:
     with pytest.raises(RuntimeError) as caught:
         ends_early().send(None)
     assert describe_error(caught.value).startswith("StopIteration: over")
+
+
+async def rows(end: Exception) -> AsyncIterator[int]:
+    raise end
+    yield 0
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+def test_an_end_of_iteration_that_left_an_async_generator_is_shown_as_raised(kind: type[Exception]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        rows(kind("over")).__anext__().__await__().send(None)
+    assert describe_error(caught.value).startswith(f"{kind.__name__}: over")
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
