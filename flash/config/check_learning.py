@@ -510,7 +510,7 @@ table."""
 def why_not_streamed(config: Config) -> str | None:
     """Return the reason why the steps of a run wait for their whole batches, as a clause; None if they are streamed.
 
-    The hub and each trainer rank call this when they start, and a dry run shows the reason.
+    The hub and each trainer rank call this when they start, and a replay for each step. A dry run shows the reason.
     """
     if not config.train.stream:
         return "train.stream is false"
@@ -518,7 +518,7 @@ def why_not_streamed(config: Config) -> str | None:
     kind = load_objective(algorithm.objective)
     objective = kind(**check_options(kind, algorithm.options, "algorithm.options"))
     found = next((one for one in WHOLE_BATCH if one.applies(config, objective)), None)
-    return None if found is None else f"with {found.setting} {found.reason}"
+    return None if found is None else f"{found.reason} ({found.setting})"
 
 
 # -- [sft] -----------------------------------------------------------------------------------------------------------

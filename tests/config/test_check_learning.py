@@ -374,6 +374,12 @@ def test_a_step_is_streamed_unless_a_setting_needs_the_whole_batch(tables: dict[
     assert found == reason or (found is not None and reason is not None and reason in found)
 
 
+def test_the_reason_why_a_step_is_not_streamed_stands_before_its_setting() -> None:
+    base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
+    config = msgspec.convert(base | {"train": {"stream": True}, "algorithm": {"advantage": "batch"}}, Config)
+    assert why_not_streamed(config) == 'advantages are compared over the whole batch (algorithm.advantage = "batch")'
+
+
 def test_supervised_steps_are_not_streamed() -> None:
     base: dict[str, Any] = {"run": {"name": "test"}, "model": {"path": "fake"}, "env": {"path": "fake:Fake"}}
     config = msgspec.convert(base | {"train": {"stream": True}, "sft": {"data": "rows.jsonl"}}, Config)
