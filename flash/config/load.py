@@ -81,6 +81,9 @@ def load(
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = [*check_sft(decoded), *check(config, simulated=simulated)]
+    # `with_folder` moves a GGUF file from model.path to model.fetch: name the key that the user has set.
+    if config.model.fetch != decoded.model.fetch:
+        problems = [one._replace(key="model.path") if one.key == "model.fetch" else one for one in problems]
     if not simulated:
         problems += _missing_folders(config, origins)
     named = {problem.key for problem in problems}

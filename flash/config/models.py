@@ -255,25 +255,28 @@ def _made_critic(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _source(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the model to be fetched is known or its file exists, and that `model.path` has no second source."""
+    """Check the source of the model to be fetched: it is known or its file exists, there is no second source,
+    `model.path` is a folder, and `model.max_length` fits."""
     fetch, path = config.model.fetch, config.model.path
     if fetch is None:
         return
-    # If model.path names a GGUF file, the user knows only that key.
-    key = "model.path" if is_gguf(fetch) and path == gguf_folder(fetch) else "model.fetch"
     if config.tiny_model is not None:
-        yield ConfigProblem(key, "[tiny_model] is there too, and both say how the model is made: leave one out")
+        yield ConfigProblem(
+            "model.fetch", "[tiny_model] is there too, and both say how the model is made: leave one out"
+        )
     if is_gguf(path):
         message = (
             f"expected the folder into which model.fetch is converted, or no model.fetch (`none`), got the file {path}"
         )
         yield ConfigProblem("model.path", message)
     if is_gguf(fetch):
+        # A folder that was made earlier is used without its source.
         if not os.path.isfile(fetch) and not os.path.isfile(os.path.join(path, "config.json")):
-            yield ConfigProblem(key, f"there is no file {fetch}: expected a GGUF file")
+            yield ConfigProblem("model.fetch", f"there is no file {fetch}: expected a GGUF file")
     elif fetch not in PACKAGED:
         known = " or ".join(map(show, PACKAGED))
-        yield ConfigProblem(key, f"expected {known}, or a .gguf file, got {show(fetch)}{suggest(fetch, PACKAGED)}")
+        message = f"expected {known}, or a .gguf file, got {show(fetch)}{suggest(fetch, PACKAGED)}"
+        yield ConfigProblem("model.fetch", message)
     elif config.model.max_length > (limit := PACKAGED[fetch].positions):
         message = f"expected at most {limit}, the positions of {fetch}, got {config.model.max_length}"
         yield ConfigProblem("model.max_length", message)

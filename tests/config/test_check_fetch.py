@@ -70,6 +70,9 @@ REFUSED = {
         "`model.path` (setting): there is no file gone.gguf: expected a GGUF file"
     ),
     "model.fetch=gone.gguf": "`model.fetch` (setting): there is no file gone.gguf: expected a GGUF file",
+    "model.path=./gone.hf model.fetch=gone.gguf": (
+        "`model.fetch` (setting): there is no file gone.gguf: expected a GGUF file"
+    ),
     "model.path=./tiny.gguf": (
         "`model.path` (setting): expected the folder into which model.fetch is converted, or no model.fetch "
         "(`none`), got the file ./tiny.gguf"
