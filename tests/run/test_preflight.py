@@ -165,6 +165,8 @@ def test_a_model_folder_without_weights_or_a_tokenizer_is_refused(tmp_path: Path
     )
     save_file({}, folder / "model.safetensors")
     assert f"the folder {folder} holds no tokenizer" in problem(make_config(tmp_path, model={"path": str(folder)}))
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert f"the folder {folder} holds no tokenizer" in problem(make_config(tmp_path, model={"path": str(folder)}))
     (folder / "tokenizer.json").write_text("{}")
     assert start_problems(make_config(tmp_path, model={"path": str(folder)})) == []
 

@@ -51,8 +51,8 @@ from flash.waiting import run_apart
 
 WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
-TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "spiece.model")
-"""Files of a model folder that hold its tokenizer."""
+TOKENIZERS = ("tokenizer.*", "vocab.*", "*.tiktoken", "*.model", "tokenization_*.py")
+"""Files of a model folder that hold its tokenizer. The settings in tokenizer_config.json are none without them."""
 
 
 def start_problems(config: Config) -> list[ConfigProblem]:
@@ -137,7 +137,8 @@ def _output_folders(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _models(config: Config) -> Iterator[ConfigProblem]:
-    """Yield problems of models: folders without weights, hub ids without a model, tiny models that cannot be made."""
+    """Yield problems of models: folders without whole weights or without a tokenizer, hub ids without a model, tiny
+    models that cannot be made."""
     made = {path: key for key, path, _ in tiny_models(config)}  # models that the run makes if they are missing
     for path, key in made.items():
         if unreachable(str(path)) is not None:
