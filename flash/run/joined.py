@@ -170,10 +170,12 @@ class JoinedNode:
         """Serve one hub after the other. Returns the result of `run`. `tasks` runs the tasks that outlive a hub."""
         wait_s = 0.0  # the launcher has just found the first hub
         while (end := await self._serve_next(tasks, wait_s)) is None:  # None: this hub is gone
-            # Without engines there is nothing to keep, so the launcher starts a new process for the next hub.
-            if self._node is None or self._leaving:
+            if self._leaving:  # without the hub nothing can be delivered
+                return End.OVER
+            if self._node is None:  # without engines there is nothing to keep: the launcher starts a new process
                 return End.WITH_PEER
             wait_s = self._config.deadlines.rendezvous
+            # A hub that can be found but not used must not be asked without a pause.
             await anyio.sleep(RETRY_S)
         return end
 

@@ -167,6 +167,29 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
             os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
 
 
+async def test_a_node_that_leaves_is_not_started_again_if_its_hub_is_lost_meanwhile(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, ends, ended = node_of(job, step_s=30.0), list[End](), anyio.Event()
+
+    async def run() -> None:
+        ends.append(await one.run())
+        ended.set()
+
+    with anyio.fail_after(60):
+        async with sharing("test"), anyio.create_task_group() as tasks:
+            tasks.start_soon(one.handle_signals, tasks.cancel_scope)
+            async with job.hub() as hub:
+                tasks.start_soon(run)
+                await serves(one, hub)
+                await lent(hub)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await said(capfd, "this node takes no more work")
+            await ended.wait()
+            tasks.cancel_scope.cancel()
+    assert ends == [End.OVER]
+
+
 async def lent(hub: RealHub) -> list[int]:
     """The leases that a node has after a while."""
     while True:
@@ -184,11 +207,11 @@ async def all_home(hub: RealHub, leases: list[int]) -> None:
 
 
 async def said(capfd: pytest.CaptureFixture[str], words: str) -> str:
-    """Wait until the node says this; all that was said until then."""
+    """Wait until the node says this, on either stream; all that was said until then."""
     text = ""
     while True:
         await anyio.sleep(0.01)
-        text += capfd.readouterr().out
+        text += "".join(capfd.readouterr())
         if words in text:
             return text
 
