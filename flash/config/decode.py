@@ -86,7 +86,7 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
 
 def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
     """Return the structs that a value of this type may be, by their tag: the name of the kind of table. A struct
-    without a tag, of which there is only one kind, has the empty text as its key."""
+    without a tag, of which there is only one kind, has the empty text as its key. Empty if the type has no struct."""
     union = get_origin(annotation) in (Union, UnionType)
     return {
         str(candidate.__struct_config__.tag or ""): candidate

@@ -599,10 +599,15 @@ def keys(section: type[Section] = Config, prefix: str = "") -> tuple[tuple[str, 
 
 
 def _resolve(config: Config) -> Config:
-    """Return the decoded configuration with the values that depend on other keys or on this machine. For `load`.
+    """Return the decoded configuration with the values that depend on other keys or on this machine.
+
+    `load` and `load_recorded` call this.
 
     A GGUF file becomes the folder that it is converted to, and an `[sft]` table sets what it needs. "auto" becomes the
     number of GPUs and the precision for them, or for this CPU. Checks and the rest of Flash see only the result.
+
+    Raises:
+        ConfigError: the GPUs cannot be counted.
     """
     config = supervised(with_folder(config))
     if config.cluster.gpus_per_node == "auto":

@@ -11,8 +11,8 @@ There are three kernels: one for the CPU; *flash*, the fastest on a GPU, for 16-
 *memory-efficient* kernel for all other cases on a GPU. `attend_ragged` calls flash for sequences of different lengths
 that lie one after another without padding.
 
-Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M = tokens of
-all sequences, D = width of a head.
+Shape legend: S = sequences, H = heads of queries, G = heads of keys, Q = query tokens, K = key tokens, M, N = tokens
+of all sequences of queries, of keys, D = width of a head.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def attend_ragged(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [M, H, D] and the log of the sum of weights (`lse`), float32 [M, H].
 
-    `flash.trainer.model.attention` calls this in the forward pass where `takes_ragged` allows it. Tokens attend within
-    their sequence. The kernel exists only on GPUs (`takes_ragged`). It needs no padding, and supports neither a mask
-    nor a cap.
+    `flash.trainer.model.attention` calls this in the forward pass where `takes_ragged` allows it. Queries are
+    [M, H, D]; keys and values are [N, G, D], where H is a multiple of G. Tokens attend within their sequence. The
+    kernel needs no padding, and supports neither a mask nor a cap.
     """
     import torch
 
@@ -168,9 +168,9 @@ def attend_ragged(
         *wide,
         *sequences.begins,
         *sequences.most,
-        0.0,
+        0.0,  # no dropout
         options.causal,
-        False,
+        False,  # no debug mask
         scale=options.scale,
         **_windows(sequences),
     )

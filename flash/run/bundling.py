@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -389,12 +390,11 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
     sums = ""
     with aside.open("wb") as out:
 
-        def add(name: str, size: int, source: BinaryIO | None, text: bytes = b"") -> str:
-            """Append a member of `size` bytes, either the file `source` or `text`, and return its SHA-256."""
+        def add(name: str, size: int, source: BinaryIO) -> str:
+            """Append a member of `size` bytes, the content of `source`, and return its SHA-256."""
             out.write(tar_header(name, size))
-            digest = hashlib.sha256(text)
-            out.write(text)
-            while source is not None and (block := source.read(READ_SIZE)):
+            digest = hashlib.sha256()
+            while block := source.read(READ_SIZE):
                 digest.update(block)
                 out.write(block)
             out.write(bytes(-size % BLOCK))
@@ -407,8 +407,8 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
             if MEMBER.fullmatch(name) and len(name) <= LONGEST_NAME:
                 with (folder / name).open("rb") as source:
                     sums += f"{add(name, (folder / name).stat().st_size, source)}  {name}\n"
-        add(SUMS, len(sums), None, sums.encode("ascii"))
-        out.write(bytes(2 * BLOCK))
+        add(SUMS, len(sums), io.BytesIO(sums.encode("ascii")))
+        out.write(bytes(2 * BLOCK))  # two blocks of zeros end an archive
         out.flush()
         os.fsync(out.fileno())
     aside.replace(output)

@@ -86,10 +86,11 @@ async def evaluate(
 async def roll_out(
     config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, show: ShowLine
 ) -> Sampled:
-    """Play one episode of each of the first `episodes` training problems, with the sampling settings of training, for
-    `flash rollout`.
+    """Play one episode of each of `episodes` training problems, with the sampling settings of training.
 
-    The episodes are the batch of a single step, which the stand-in takes. The other arguments are those of `evaluate`.
+    For `flash rollout`. The problems are taken from the first one on. A problem that fails for good is replaced by the
+    next one. The episodes are the batch of a single step, which the stand-in takes. The other arguments are those of
+    `evaluate`.
 
     Raises:
         FlashError: the environment cannot be played or always fails, or the engines are gone.
@@ -160,6 +161,9 @@ class _StandInTrainer:
         """Run the hub, the node and the stand-in, from the start of the engines to their end.
 
         `show` is called with lines about the start of the engines.
+
+        Raises:
+            FlashError: the environment cannot be played or always fails, or the engines are gone.
         """
         try:
             async with anyio.create_task_group() as group:
