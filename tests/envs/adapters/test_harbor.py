@@ -363,6 +363,8 @@ async def test_a_reward_file_of_json_counts_before_one_of_text(folder: Path) -> 
         ("environment", 'memory = "much"', "'much' is no size such as 2G"),
         ("environment", "cpus = 0", "is no task of Harbor"),
         ("environment", f"tpu = {'[' * 3000}{']' * 3000}", "is no task of Harbor"),
+        ("environment", f"cpus = {'[' * 5000}", "is no task of Harbor"),
+        ("environment", f"cpus = {'1' * 5000}", "is no task of Harbor"),
     ],
 )
 def test_a_task_that_no_sandbox_can_be_given_for_is_refused(

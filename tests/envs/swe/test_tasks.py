@@ -114,6 +114,8 @@ shows = "2"
         ('issue = "x"', "", "missing required field `issue`"),
         ("[files]", "[file]", "unknown field `file`"),
         ('issue = "x"', "issue =", "is no task"),
+        ('issue = "x"', f"issue = {'[' * 5000}", "is no task"),
+        ('issue = "x"', f"issue = {'1' * 5000}", "is no task"),
     ],
 )
 def test_a_wrong_task_is_refused_with_its_file_and_what_is_wrong(
