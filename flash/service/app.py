@@ -249,7 +249,18 @@ async def _answered(
             await _while_connected(request, call.answer)
             answers.append(await call.answer())
             keep(answers[-1], name)
-        return _json(answer_format.body(answers))
+        response = _json(answer_format.body(answers))
+        _mark_delivered(calls)
+        return response
+
+
+def _mark_delivered(calls: Sequence[Call]) -> None:
+    """Mark the calls of a complete response, so that a later equal request is not taken for its retry.
+
+    The calls of a request are marked together, because a client that leaves before the last answer has no response.
+    """
+    for call in calls:
+        call.delivered = True
 
 
 async def _while_connected(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
@@ -316,6 +327,7 @@ async def _events(
         yield events.fail(error)  # The HTTP status was sent already, so the error is an event.
         return
     yield events.end(answers)
+    _mark_delivered(calls)  # The generator continues here only after the end was sent.
 
 
 # -- bodies and errors -----------------------------------------------------------------------------------------------

@@ -148,7 +148,8 @@ class Call:
         self.waiting = 0
         """Number of requests that wait for the answer, or for the rest of it."""
         self.delivered = False
-        """True if `answer` has returned the answer to a request."""
+        """True if a client got its whole response, with this answer in it. `app` sets it, because a response may hold
+        the answers of several calls, and `answer` returns before the response is complete."""
         self._deltas = AnswerDeltas(request.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
         """The answer, or the error of a refused call; None while the call is open."""
@@ -159,7 +160,8 @@ class Call:
     def waited_for(self) -> Generator[None]:
         """Count one request that waits for the answer during the block.
 
-        A call without such a request has lost its client, so a later equal request may be its retry.
+        If no request waits and the answer was not delivered, the client has left, so a later equal request is taken for
+        its retry.
         """
         self.waiting += 1
         try:
@@ -173,7 +175,6 @@ class Call:
             await self._news.wait()
         if isinstance(self._outcome, ApiError):
             raise self._outcome
-        self.delivered = True
         return self._outcome
 
     async def begun(self) -> None:

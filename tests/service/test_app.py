@@ -8,8 +8,10 @@ import pytest
 
 from flash.http.server import MAX_JSON_VALUES
 from flash.service.app import make_app
+from flash.service.chat import PolicyAnswer
 from flash.service.fields import ApiError
 from flash.service.sessions import EpisodeSessions, PendingCall
+from flash.types import Message
 
 
 @pytest.mark.anyio
@@ -33,6 +35,44 @@ async def test_a_bug_of_ours_is_answered_in_the_form_of_the_api() -> None:
         "param": None,
         "code": "internal_error",
     }
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_left_before_its_last_answer_gets_its_first_ones_again(stream: bool) -> None:
+    sessions = EpisodeSessions()
+    session, key = sessions.open()
+    transport, headers = httpx.ASGITransport(make_app(sessions)), {"authorization": f"Bearer {key}"}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "n": 2, "stream": stream}
+    got: list[list[str]] = []
+
+    async def request_answers() -> None:
+        reply = await client.post("/v1/chat/completions", json=body)
+        got.append([f"answer {number}" for number in range(5) if f"answer {number}" in reply.text])
+
+    async def sample(number: int) -> None:
+        with anyio.fail_after(5):
+            assert await session.next_call() is not None
+        session.answer(PolicyAnswer(Message("assistant", f"answer {number}"), cut=False, prompt_tokens=1, tokens=1))
+        await anyio.wait_all_tasks_blocked()
+
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://agents", headers=headers) as client,
+        anyio.create_task_group() as clients,
+    ):
+        async with anyio.create_task_group() as leaving:
+            leaving.start_soon(request_answers)
+            await sample(0)
+            leaving.cancel_scope.cancel()
+        clients.start_soon(request_answers)
+        await anyio.wait_all_tasks_blocked()
+        await sample(1)
+        assert got == [["answer 0", "answer 1"]]
+        clients.start_soon(request_answers)  # The earlier request is complete, so an equal one is no retry of it.
+        for number in (2, 3):
+            await sample(number)
+    session.end()
+    assert got == [["answer 0", "answer 1"], ["answer 2", "answer 3"]]
 
 
 @pytest.mark.anyio

@@ -48,6 +48,7 @@ class Agent:
             call = self._session.call(request, key, retry=again)
             with call.waited_for():
                 got = await call.answer()
+                call.delivered = True
         except ApiError as error:
             self.got.append(f"{error.status} {code_of(error)}")
         else:
