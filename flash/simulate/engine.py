@@ -193,13 +193,12 @@ class SimEngine:
                     yield piece
                 self._refuse_if_dead()
             tokens = sequence.length
-            finish = "length" if sequence.finish == "length" else "stop"
-            yield Completion([0] * tokens, [LOGPROB] * tokens, sequence.runs, finish)
+            yield Completion([0] * tokens, [LOGPROB] * tokens, sequence.runs, sequence.finish)
         finally:
-            # The caller has aborted the request, or the engine is dead. No one receives the last sampled tokens.
+            # The request was aborted, or the engine is dead. Sampled tokens that were not delivered are lost. Tokens of
+            # the present stretch do not count.
             if not sequence.ended:
-                if (piece := self._next_piece(sequence)) is not None:
-                    request.tally.lost += len(piece.token_ids)
+                request.tally.lost += sequence.tokens(self._done_steps) - sequence.streamed
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
@@ -267,7 +266,7 @@ class SimEngine:
         """Return the tokens of a running sequence that were not delivered yet, and count them as delivered.
 
         Returns None if there are none, if the sequence waits, and if it has ended: its `Completion` then holds all
-        tokens. Tokens of the present stretch do not count.
+        tokens. Tokens of the present stretch are delivered after its end.
         """
         if sequence.ended or sequence.joined < 0:
             return None

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -78,14 +78,14 @@ class SimSequence:
     tokens that this engine samples, without those that earlier engines have sampled (`request.generated`).
     """
 
-    def __init__(self, request: ResponseRequest, length: int, finish: str, version: int) -> None:
+    def __init__(self, request: ResponseRequest, length: int, finish: Literal["stop", "length"], version: int) -> None:
         self.request = request
         self.prompt = len(request.prompt)
         """Tokens of the prompt, including `request.generated`."""
         self.length = length
         """Tokens that the response will have."""
         self.finish = finish
-        """Reason why the response ends: `stop` or `length`."""
+        """Reason why the response ends. `length`: its request allows no more tokens."""
         self.cache_version = version
         """Version of the cached contexts that the sequence may use: at first the version at the request's arrival. A
         swap that computes the cache again raises it. vLLM has the same rule (`cache_salt`)."""
@@ -225,6 +225,7 @@ class PrefixCache:
             left = max(0, tokens - (self._total - room))
             self._total -= tokens - left
             if left:
+                # A dict keeps the place of a key that it has, so the context stays the least recently used one.
                 self._tokens[context] = left
             else:
                 del self._tokens[context]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
-from flash.rollout.engine import Progress, ResponseRequest
+from flash.rollout.engine import Progress, ResponseRequest, TokenTally
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
 from flash.simulate.steps import CachedContext, PrefixCache
@@ -448,6 +448,27 @@ async def test_a_full_cache_puts_the_youngest_back_and_tells() -> None:
         pressure = engine.pressure
     assert (pressure.running, pressure.waiting, pressure.preemptions) == (1, 1, 1)
     assert 0.45 < pressure.kv_used < 0.6
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_the_tokens_of_a_request_that_is_aborted_in_the_wait_queue_are_received_or_lost() -> None:
+    engine = make(places=4, length=60, kv_tokens=100)
+    await engine.load(published(0), keep_cache=False)
+    tally, received = TokenTally(), list[int]()
+
+    async def receive() -> None:
+        async for piece in engine.generate(msgspec.structs.replace(ask(2), tally=tally)):
+            received.extend(piece.token_ids)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(collect, engine, ask(1))
+        async with anyio.create_task_group() as leaving:
+            leaving.start_soon(receive)
+            await anyio.sleep(4.15)
+            assert engine.pressure.waiting == 1, "with 40 tokens the request returns to the wait queue"
+            leaving.cancel_scope.cancel()
+    assert (len(received), tally.lost) == (30, 10)
 
 
 def test_a_prefix_is_left_where_only_the_end_was_needed() -> None:
