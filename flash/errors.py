@@ -47,6 +47,12 @@ from __future__ import annotations
 import signal
 from typing import ClassVar
 
+import msgspec
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors that msgspec raises for bytes that it cannot decode. The bytes are no JSON or msgpack of the expected type,
+hold text that is not UTF-8, or hold lists that nest too deeply."""
+
 
 def encodable(text: str) -> str:
     """Return a text in which lone surrogates are escaped, because they can be neither sent nor printed.

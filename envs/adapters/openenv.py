@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from flash.environment import Info, StepResult
-from flash.errors import ConfigError, EnvError
+from flash.errors import DECODE_ERRORS, ConfigError, EnvError
 
 LARGEST_MESSAGE = 16 << 20
 """Largest message of the server, in bytes."""
@@ -96,7 +96,7 @@ class OpenEnv:
             raise EnvError(f"the server ended the connection in {kind}: {error}") from error
         try:
             answer = msgspec.json.decode(message, type=_Reply)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise EnvError(f"the answer to {kind} is none of OpenEnv's: {error}; it is {message[:200]!r}") from error
         if answer.type == "error":
             raise EnvError(f"the server refused {kind}: {answer.data.get('message')} ({answer.data.get('code')})")

@@ -19,7 +19,7 @@ import msgspec
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
 from envs.sandbox.open import open_sandboxes
-from flash.errors import ConfigError, RewardError
+from flash.errors import DECODE_ERRORS, ConfigError, RewardError
 
 
 def code_verifier(
@@ -61,7 +61,7 @@ def _suite(answer: str, languages: dict[str, Language], test_programs: bool) -> 
     try:
         suite = msgspec.json.decode(answer, type=Suite)
         check_suite(suite, languages, test_programs=test_programs)
-    except (msgspec.MsgspecError, ConfigError) as error:
+    except (*DECODE_ERRORS, ConfigError) as error:
         raise RewardError(f"the answer column does not hold tests: {error}") from error
     return suite
 

@@ -19,7 +19,7 @@ from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.local.sandbox import LocalSandbox
-from flash.errors import SandboxError
+from flash.errors import DECODE_ERRORS, SandboxError
 
 _log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[D
     answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)
     try:
         findings = msgspec.json.decode(answer.stdout, type=ProbeFindings)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         transcript = answer.stderr.decode("utf-8", "replace")[-300:]
         return [DoctorCheck("probe", "measured from inside", f"failed: {error}; {transcript}", False)]
     return [*_settings(sandbox.spec, findings.facts, users), *_escapes(sandbox.spec, findings.attempts)]

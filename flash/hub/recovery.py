@@ -16,7 +16,7 @@ import msgspec
 from anyio.lowlevel import checkpoint
 
 from flash.config.tree import Config
-from flash.errors import CheckpointError, ConfigError
+from flash.errors import DECODE_ERRORS, CheckpointError, ConfigError
 from flash.hub.protocol import SnapshotReply
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.store import BufferState
@@ -65,7 +65,7 @@ class HubState(msgspec.Struct):
         """
         try:
             return msgspec.msgpack.decode(data, type=cls).belonging_to(config)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise CheckpointError(
                 f"the checkpoint's hub.bin was written by another version of Flash ({error}). Go on with that version, "
                 "or start a new run"

@@ -28,10 +28,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from flash.errors import RunDirectoryError
+from flash.errors import DECODE_ERRORS, RunDirectoryError
 from flash.observe.columns.column import Column, capital, short, without_marks
 from flash.observe.columns.table import columns
-from flash.observe.rundir.rundir import NO_ROW, RunDirectory, open_regular_file, write_atomically
+from flash.observe.rundir.rundir import RunDirectory, open_regular_file, write_atomically
 from flash.types import Stock
 
 EVERY_S = 2.0
@@ -390,7 +390,7 @@ def read_cluster(directory: RunDirectory) -> Cluster | None:
     try:
         with open_regular_file(directory.cluster) as file:
             return msgspec.json.decode(file.read(MOST_BYTES), type=Cluster)
-    except (OSError, *NO_ROW):
+    except (OSError, *DECODE_ERRORS):
         return None
 
 

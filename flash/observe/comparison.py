@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flash.config.load import flat, read_toml
-from flash.errors import ConfigError
+from flash.errors import DECODE_ERRORS, ConfigError
 from flash.observe.columns.column import BLANK, formatted
 from flash.observe.console import HELD_OUT_NLL, summary_rows
 from flash.observe.rundir.rundir import RunDirectory
@@ -57,7 +57,7 @@ def read_run(path: Path) -> Compared:
         settings = dict(flat(read_toml(directory.config)))
         written = directory.summary.read_bytes() if directory.summary.is_file() else None
         summary = None if written is None else msgspec.json.decode(written, type=Summary)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, *DECODE_ERRORS) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     evaluations = by_step(directory.read_evaluations())
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})

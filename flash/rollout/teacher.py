@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from flash.branches import split_branches
-from flash.errors import ConfigError, RewardError
+from flash.errors import DECODE_ERRORS, ConfigError, RewardError
 from flash.types import Failure, Outcome, Trajectory
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
@@ -153,7 +153,7 @@ class ServedTeacher:
                 found.append(_TOKENS.decode(choice.prompt_logprobs[position])[str(tokens[position])])
                 if len(found) % SLICE == 0:
                     await anyio.lowlevel.checkpoint()
-        except (msgspec.DecodeError, LookupError, ValueError) as error:
+        except (*DECODE_ERRORS, LookupError, ValueError) as error:
             raise self._error(f"gives no log-probs of a prompt: {error!r}; expected a server of vLLM") from error
         for position, token in zip(positions, found, strict=True):
             if token.logprob <= MINUS_INFINITY:

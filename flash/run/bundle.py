@@ -41,10 +41,10 @@ import msgspec
 from flash.config.load import dump, load_recorded
 from flash.config.machine import count_gpus
 from flash.config.tree import Config
-from flash.errors import ConfigError, RecordingError
+from flash.errors import DECODE_ERRORS, ConfigError, RecordingError
 from flash.hub.gate import trajectory_fault
 from flash.observe.rundir.recording import HEADER, batch_file, read_batch
-from flash.observe.rundir.rundir import NO_ROW, open_regular_file, read_rows, writing
+from flash.observe.rundir.rundir import open_regular_file, read_rows, writing
 from flash.run.fetch import MODEL_CONFIG
 from flash.run.replay import BundledStart, RecordedWeights, ReplayPlan, TensorRecord
 from flash.trainer.checkpoint_files import READ_SIZE, Manifest
@@ -224,7 +224,7 @@ def open_bundle(path: Path, model: Path | None = None) -> Generator[Bundle]:
             bundle = place(head, folder, Path(scratch) / CONFIG, model)
             for step in range(head.first, head.step + 1):
                 _check_batch(folder / BATCHES, step)
-        except (*NO_ROW, ValueError, RecordingError) as error:
+        except (*DECODE_ERRORS, ValueError, RecordingError) as error:
             if isinstance(error, ConfigError):  # also a ValueError
                 raise
             raise RecordingError(

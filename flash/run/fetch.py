@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.models import PACKAGED, PackagedModel, gguf_folder, megabytes
-from flash.errors import ConfigError, DeadlineError
+from flash.errors import DECODE_ERRORS, ConfigError, DeadlineError
 from flash.run.processes.locks import Busy, in_turn
 from flash.text import one_line
 from flash.trainer.checkpoint_files import atomic_folder, remove_leftovers, sync_to_disk
@@ -269,7 +269,7 @@ def _record(folder: Path) -> Record | None:
         return None
     except OSError as error:
         raise ConfigError(f"{folder / RECORD} cannot be read: {error.strerror}; make it readable") from error
-    except ValueError:  # a DecodeError, or a UnicodeDecodeError of a text in the JSON
+    except DECODE_ERRORS:
         return Record(0, "", "", {})
 
 

@@ -28,7 +28,7 @@ import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
-from flash.errors import RecordingError, RunDirectoryError
+from flash.errors import DECODE_ERRORS, RecordingError, RunDirectoryError
 from flash.observe.rundir.recording import HEADER, append_frame, checkpointed, read_frames, whole_frame_after
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.journal import Event, Replay
@@ -396,7 +396,7 @@ class _Reader:
         for offset, record in self._records:  # `return` takes only the first; `events` goes on with the same iterator
             try:
                 return _HEADS.decode(record)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 raise self._misfit(offset, error) from error
         return None
 

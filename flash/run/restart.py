@@ -29,7 +29,7 @@ from anyio.to_thread import run_sync
 
 from flash.config.load import dump, flat, read_recorded, recorded
 from flash.config.tree import Config
-from flash.errors import CheckpointError, ConfigError, ContractError, RecordingError, RequeueError
+from flash.errors import DECODE_ERRORS, CheckpointError, ConfigError, ContractError, RecordingError, RequeueError
 from flash.hub.protocol import SnapshotReply
 from flash.hub.recovery import HubState, TrainerStart
 from flash.hub.trainers import why_no_retraining
@@ -397,5 +397,5 @@ def _read_requeues(file: Path) -> Requeues | None:
     """Return the record of the starts before this one; None if there is none, or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Requeues)
-    except (OSError, ValueError):
+    except (OSError, *DECODE_ERRORS):
         return None

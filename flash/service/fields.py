@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flash.errors import DECODE_ERRORS
 from flash.sampling import Sampling
 
 _SHORT = reprlib.Repr()
@@ -109,7 +110,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ApiError(400, f"The body of the request is not JSON: {error}.") from error
 
 

@@ -35,8 +35,8 @@ import tomli_w
 
 from flash.config.load import load
 from flash.config.tree import Config
-from flash.errors import ConfigError
-from flash.observe.rundir.rundir import NO_ROW, RunDirectory, SampleTimes
+from flash.errors import DECODE_ERRORS, ConfigError
+from flash.observe.rundir.rundir import RunDirectory, SampleTimes
 from flash.observe.rundir.summary import Row, by_step, number
 from flash.observe.timeline import Floats, covered_until
 from flash.types import Activity
@@ -133,7 +133,7 @@ def calibrate(run_dir: Path) -> Calibration:
         ledger = msgspec.json.decode(directory.ledger.read_bytes(), type=dict[str, float])
     except FileNotFoundError:  # the run was killed before its first checkpoint
         ledger = {}
-    except NO_ROW as error:
+    except DECODE_ERRORS as error:
         raise ConfigError(f"{directory.ledger} is damaged: {error}; calibrate from another run") from error
     # Only trained samples are recorded. Discarded ones kept the engines busy, too.
     load_factor = max(1.0, ledger.get("generated_tokens", seen) / max(seen, 1))

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flash.errors import CheckpointError
+from flash.errors import DECODE_ERRORS, CheckpointError
 
 MANIFEST = "manifest.json"
 """File that describes a checkpoint (`Manifest`). A folder without it is no complete checkpoint."""
@@ -210,7 +210,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from error
 
 

@@ -27,7 +27,7 @@ import msgspec
 from anyio.abc import SocketStream
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from flash.errors import ConfigError, DeadlineError, PeerLostError, TransportError, error_of
+from flash.errors import DECODE_ERRORS, ConfigError, DeadlineError, PeerLostError, TransportError, error_of
 from flash.transport.auth import check_token, prove_to_server
 from flash.transport.frames import (
     Frame,
@@ -225,7 +225,7 @@ class Client:
             if frame.kind is FrameKind.REPLY:
                 return _decoder(reply_type(type(request))).decode(frame.body)
             refusal = _REFUSALS.decode(frame.body)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise TransportError(
                 f"the reply to {type(request).__name__} from {self._where} cannot be read: {error}; "
                 "do both ends run the same code?"

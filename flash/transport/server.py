@@ -32,7 +32,7 @@ import msgspec
 from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, TaskStatus
 from anyio.streams.stapled import MultiListener
 
-from flash.errors import ConfigError, FlashError, PeerLostError, ProtocolError, TransportError
+from flash.errors import DECODE_ERRORS, ConfigError, FlashError, PeerLostError, ProtocolError, TransportError
 from flash.transport.auth import admit_client, check_token
 from flash.transport.frames import Frame, FrameConnection, FrameKind, Refusal, set_socket_options
 
@@ -434,7 +434,7 @@ class _Session(Generic[RequestT]):
             raise TransportError(f"more than {MAX_CALLS} calls are in progress at once")
         try:
             request = self._decoder.decode(frame.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             unread = ProtocolError(f"the request cannot be read: {error}; do both ends run the same code?")
             self._send_error(frame.call, unread)
             raise unread from error

@@ -40,7 +40,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from flash.errors import DeadlineError, TransportError, VersionGoneError, WeightsError
+from flash.errors import DECODE_ERRORS, DeadlineError, TransportError, VersionGoneError, WeightsError
 from flash.transport.auth import blocking_handshake, client_handshake, new_token, server_handshake
 from flash.transport.server import PAUSE_S, LimitedLog
 from flash.weights.image import (
@@ -507,7 +507,7 @@ def receive_message(
         raise TransportError(f"the peer sends a message of {length} bytes, {max_bytes} are allowed")
     try:
         return decoder.decode(_receive(connection, length))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise TransportError(f"the peer sent a message that cannot be decoded: {error}") from error
 
 

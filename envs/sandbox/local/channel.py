@@ -33,7 +33,14 @@ import msgspec
 
 from envs.sandbox.engines.backend import Link
 from flash import errors
-from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+from flash.errors import (
+    DECODE_ERRORS,
+    SandboxError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 
 MAX_FRAME = 1 << 18
 """Longest body in bytes, in both directions. A longer one ends the channel."""
@@ -127,7 +134,7 @@ class Decoder:
                 raise SandboxLostError("a frame of the agent was damaged")
             try:
                 frames.append(_DECODER.decode(body))
-            except (msgspec.DecodeError, RecursionError) as error:
+            except DECODE_ERRORS as error:
                 raise SandboxLostError(f"the agent sent bytes that are not a frame: {error}") from error
             start = stop
         del self._buffer[:start]
@@ -393,5 +400,5 @@ def decode(value: msgspec.Raw, result_type: type[T]) -> T:
     """Decode a value from the agent. Raises SandboxLostError if it does not have the expected type."""
     try:
         return msgspec.msgpack.decode(value, type=result_type)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise SandboxLostError(f"the agent sent an answer of an unexpected form: {error}") from error

@@ -24,7 +24,14 @@ import msgspec
 
 from envs.sandbox.protocol import BINARY, MSGPACK, NDJSON, PROBLEM_JSON, HttpProblem, error_of
 from envs.sandbox.text import check_path
-from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+from flash.errors import (
+    DECODE_ERRORS,
+    ConfigError,
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 
 _T = TypeVar("_T")
 
@@ -118,7 +125,7 @@ class HttpClient:
             return None  # type: ignore[return-value]
         try:
             return msgspec.msgpack.decode(response.content, type=answer)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise SandboxLostError(
                 f"the answer of {self.url} cannot be read: {error}; does it run the same version of Flash?"
             ) from error
@@ -276,7 +283,7 @@ class HttpClient:
         if response.headers.get("content-type", "").startswith(PROBLEM_JSON):
             try:
                 return error_of(msgspec.json.decode(response.content, type=HttpProblem))
-            except msgspec.DecodeError:
+            except DECODE_ERRORS:
                 pass  # The error below reports it.
         return SandboxLostError(
             f"{self.url} answered {response.status_code} in a form that the service never sends; is there a proxy "

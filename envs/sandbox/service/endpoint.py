@@ -30,7 +30,7 @@ from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.protocol import MSGPACK, PROBLEM_JSON, HttpProblem, ProblemError, StreamLine, problem_of
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import LeaseWork, Service
-from flash.errors import FlashError, SandboxLostError
+from flash.errors import DECODE_ERRORS, FlashError, SandboxLostError
 from flash.http.server import read_body
 
 _log = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ async def _body(endpoint: Endpoint, request: Request) -> dict[str, Any]:
     decode = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
         return {"body": decode(data, type=endpoint.body)}
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
 
 

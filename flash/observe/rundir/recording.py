@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from flash.errors import RecordingError
+from flash.errors import DECODE_ERRORS, RecordingError
 from flash.types import Batch, BatchSample, Trajectory
 
 HEADER = struct.Struct("<II")
@@ -102,7 +102,7 @@ def read_batch(folder: Path, step: int) -> Batch:
             trajectories = [decoder.decode(record) for record in records]
     except OSError as error:
         raise RecordingError(f"cannot read {file}: {error.strerror or error}") from error
-    except (ValueError, StopIteration) as error:  # `next` raises StopIteration for an empty file
+    except (*DECODE_ERRORS, ValueError, StopIteration) as error:  # `next` raises StopIteration for an empty file
         raise RecordingError(
             f"{file} is damaged, or another version of Flash wrote it: {str(error) or 'it is empty'}; "
             f"step {step} cannot be trained again from it"

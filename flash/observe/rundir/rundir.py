@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from flash.branches import spans_by_turn
-from flash.errors import RunDirectoryError
+from flash.errors import DECODE_ERRORS, RunDirectoryError
 from flash.observe.rundir import recording
 from flash.observe.rundir.summary import Summary, number
 from flash.types import Activity, Batch, Trajectory
@@ -54,9 +54,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, or of a user's quota."""
-NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors from decoding bytes that are not the expected JSON, such as a line that is no row. Either a crash cut the line
-off and later lines follow, or the disk is broken."""
 FACTS = (
     ("model", ("model", "path")),
     ("environment", ("env", "path")),
@@ -126,7 +123,7 @@ class Followed(Generic[T]):
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            with suppress(*NO_ROW):
+            with suppress(*DECODE_ERRORS):
                 self.rows.append(self._decoder.decode(line))
 
     def _forget_replaced(self, file: tuple[int, int] | None, size: int) -> None:
@@ -564,7 +561,7 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
         if line.endswith(b"\n"):
             try:
                 yield line, decoder.decode(line)
-            except NO_ROW:
+            except DECODE_ERRORS:  # a crash cut the line off and later lines follow, or the disk is broken
                 damaged += 1
     if damaged:
         _log.warning("%s: %d damaged lines are skipped", path, damaged)

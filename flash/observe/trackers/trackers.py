@@ -38,9 +38,9 @@ import msgspec
 
 from flash.config.load import flat, read_toml
 from flash.config.tree import TrackConfig, TrackerName
-from flash.errors import FlashError, RunDirectoryError
+from flash.errors import DECODE_ERRORS, FlashError, RunDirectoryError
 from flash.observe.columns.table import APART, Kind, column_of
-from flash.observe.rundir.rundir import NO_ROW, Followed, RunDirectory, write_atomically, writing
+from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
 from flash.observe.trackers.feed import Receiver, ReceiverError, kill_group
 from flash.text import one_line
@@ -378,7 +378,7 @@ def _read_place(file: Path) -> TrackerPlace:
         return TrackerPlace()
     except OSError as error:
         raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error
-    except NO_ROW as error:
+    except DECODE_ERRORS as error:
         raise RunDirectoryError(
             f"{file} is damaged: {error}; remove it to send all rows again, as another run of the tracker"
         ) from error

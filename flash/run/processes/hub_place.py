@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from flash.config.models import unreachable
-from flash.errors import ConfigError, RunDirectoryError, TransportError
+from flash.errors import DECODE_ERRORS, ConfigError, RunDirectoryError, TransportError
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.transport.auth import new_token
 
@@ -129,7 +129,7 @@ def _decode(text: bytes, kind: type[T]) -> T:
     something else."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except ValueError as error:  # a DecodeError, or a UnicodeDecodeError of a text in the JSON
+    except DECODE_ERRORS as error:
         raise TransportError(
             f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
         ) from error

@@ -36,7 +36,7 @@ from flash.config.load import dump, flat, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
-from flash.errors import ConfigError, RunDirectoryError
+from flash.errors import DECODE_ERRORS, ConfigError, RunDirectoryError
 from flash.hub import protocol as p
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models import make_missing_models
@@ -205,7 +205,8 @@ def leave_in_order(config: Config, marker: ErrorMarker, loop: SupervisedPart) ->
     withdraw(config.run_dir)
     directory = RunDirectory(config.run_dir)
     if directory.config.is_file() and not directory.summary.exists():
-        with suppress(OSError, ValueError, RunDirectoryError):  # a full disk or a damaged file must not hide the error
+        # A full disk or a damaged file must not hide the error.
+        with suppress(OSError, ValueError, *DECODE_ERRORS, RunDirectoryError):
             ledger = msgspec.json.decode(directory.ledger.read_bytes()) if directory.ledger.is_file() else {}
             write_summary(directory, config, ledger, loop.restarts, error=marker.message() or "")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.errors import RunDirectoryError
+from flash.errors import DECODE_ERRORS, RunDirectoryError
 
 log = logging.getLogger("flash")
 
@@ -247,5 +247,5 @@ def _holder(descriptor: int) -> str:
     """Return a phrase for the process that holds the lock, as the lock file names it."""
     try:
         return str(msgspec.json.decode(os.pread(descriptor, 4096, 0), type=Holder))
-    except ValueError:  # the process has not written itself into the file yet, or the file is damaged
+    except DECODE_ERRORS:  # the process has not written itself into the file yet, or the file is damaged
         return "another process that has only just started"
