@@ -8,6 +8,7 @@ rows, and at last the summary or the error that ended the run.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -250,7 +251,8 @@ class Recorder:
             try:
                 write_plots(self.directory.path)
             except RunDirectoryError as problem:  # not fatal: the files that plots are drawn from are complete
-                self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
+                command = shlex.join(["flash", "plot", str(self.directory.path)])
+                self._console.warn(f"{problem}; `{command}` draws them at any time")
         self._cluster.end("interrupted" if interrupted else "finished")
         self._send_last("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)

@@ -308,3 +308,11 @@ def test_a_run_tells_its_trackers(calls: Calls, config: Config) -> None:
     assert sorted(calls.steps()) == [0, 0, 1, 1, 2, 2]
     assert calls.steps("eval/reward") == [3, 3]
     assert "sample" in {told["config"].get("run", {}).get("name") for told in calls.of("init")}
+
+
+def test_the_command_in_the_warning_can_be_pasted_if_the_path_has_a_space() -> None:
+    process = TrackerProcess(RunDirectory(Path("/my runs/a")), "wandb")
+    assert (
+        process.consequence
+        == "; the run goes on, and `flash track '/my runs/a' --to wandb` sends the missing rows later"
+    )

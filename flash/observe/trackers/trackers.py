@@ -23,6 +23,7 @@ import fcntl
 import os
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -418,9 +419,10 @@ class TrackerProcess(Receiver):
         super().__init__(f"the tracker {tracker}")
         self._directory = directory
         self._tracker: TrackerName = tracker
-        self._command_sends = f"`flash track {directory.path} --to {tracker}` sends"
-        """Words for people, which go on with the rows that the command sends."""
-        self.consequence = f"; the run goes on without it, and {self._command_sends} the missing rows later"
+        command = shlex.join(["flash", "track", str(directory.path), "--to", tracker])
+        self._command_sends = f"`{command}` sends"
+        """Beginning of a clause in warnings: the command that sends rows by hand. The clause goes on with the rows."""
+        self.consequence = f"; the run goes on, and {self._command_sends} the missing rows later"
         self._log = folder_of(directory) / f"{tracker}.log"
         self._process: subprocess.Popen[bytes] | None = None
 

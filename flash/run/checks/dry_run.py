@@ -7,6 +7,7 @@ objective computes a loss.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -180,8 +181,8 @@ def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
     source = source_of(config.model.fetch) if config.model.fetch is not None else None
     if source is not None and why_not_there(path, source) is not None:
         if not isinstance(source, Path):
-            command = f"`flash fetch {source.name} --to {path}`"
-            yield None, f"{path} will be made at the start, or by {command}: {described(source)}"
+            command = shlex.join(["flash", "fetch", source.name, "--to", str(path)])
+            yield None, f"{path} will be made at the start, or by `{command}`: {described(source)}"
             return
         with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
             from_gguf.save_tokenizer(source, Path(folder))
