@@ -26,7 +26,7 @@ CONTRIBUTING = "CONTRIBUTING.md"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages to the files of the site."""
+    """Add pages for CONTRIBUTING.md and the examples to the files of the site. mkdocs calls it once for each build."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for path in sorted((ROOT / "examples").rglob("*")):
@@ -34,6 +34,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if path.suffix[1:] in EXAMPLES:
             text = f"# {name}\n\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n"
             files.append(File.generated(config, f"{name}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    # In the site this page lies beside those of docs/.
     text = (ROOT / CONTRIBUTING).read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, CONTRIBUTING, content=text))
     return files

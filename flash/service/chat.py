@@ -257,7 +257,8 @@ def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
     """Return messages in the form of the episode. A result of a function gets the function's name from its call.
 
     Raises:
-        ApiError: a message has an unknown role, calls of functions from another role, or content that is not text.
+        ApiError: a message has an unknown role, calls of functions from another role, a call that is not of a function,
+            or content that is not text.
     """
     called: dict[str, str] = {}  # names of the called functions, by the id of the call
     messages: list[Message] = []

@@ -497,10 +497,10 @@ def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list
 
 
 def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
-    """Fit `target` to a weighted sum of `columns` by least squares without negative weights.
+    """Fit `target` [N] to a sum of the K `columns` [N, K], each times a constant, by least squares.
 
-    Returns the weights, called constants here, and the residuals. The function tries every subset of the columns, so
-    there must be few of them.
+    No constant is negative. Returns the constants [K], and the residuals [N]: `target` minus the sum. The function tries every subset of the
+    columns, so there must be few of them.
     """
     count = columns.shape[1]
     best_constants, best_residuals = np.zeros(count), target
