@@ -499,8 +499,8 @@ def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list
 def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
     """Fit `target` [N] to a sum of the K `columns` [N, K], each times a constant, by least squares.
 
-    No constant is negative. Returns the constants [K], and the residuals [N]: `target` minus the sum. The function tries every subset of the
-    columns, so there must be few of them.
+    No constant is negative. Returns the constants [K], and the residuals [N]: `target` minus the sum. The function
+    tries every subset of the columns, so there must be few of them.
     """
     count = columns.shape[1]
     best_constants, best_residuals = np.zeros(count), target
