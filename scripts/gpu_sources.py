@@ -20,6 +20,7 @@ import ast
 import filecmp
 import inspect
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import distribution
@@ -74,7 +75,7 @@ class Found(NamedTuple):
     """Definition of a name in the sources."""
 
     node: ast.AST
-    """Parsed class, function, assignment or import."""
+    """Parsed class, function, assignment, or target of an assignment."""
     module: str
     """Dotted name of the module that has the definition."""
 
@@ -102,7 +103,7 @@ class Sources:
 
     def find(self, module: str, name: str) -> Found | None:
         """Return the definition of a name in a module; None if it has none. Imports are followed to other modules."""
-        for node in ast.walk(self.module(module)):  # Top-level statements of the module are visited first.
+        for node in _own_nodes(self.module(module)):
             match node:
                 case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found):
                     pass
@@ -138,25 +139,48 @@ class Sources:
         """
         if not isinstance(owner, ast.ClassDef):
             return None
-        for node in ast.walk(owner):
+        for node in _own_nodes(owner):
             match node:
-                case ast.ClassDef(name=found) if found == name and node is not owner:
+                case ast.ClassDef(name=found) | ast.Name(id=found, ctx=ast.Store()) if found == name:
                     return Found(node, module)
-                case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) if found == name:
-                    return Found(node, module)
-                case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
-                    return Found(node, module)
-                case ast.Assign(targets=targets) if name in [_name(one) for one in targets]:
-                    return Found(node, module)
-                case ast.AnnAssign(target=ast.Attribute(value=ast.Name(id="self"), attr=found)) if found == name:
-                    return Found(node, module)
+                case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found):
+                    if found == name:
+                        return Found(node, module)
+                    # A method may also give the instance attributes.
+                    for inner in ast.walk(node):
+                        if _is_set_on_instance(inner, name):
+                            return Found(inner, module)
                 case _:
                     pass
-        for base in map(_base, owner.bases):
-            found = self.find(module, base)
-            if found is not None and (inherited := self.member(*found, name)) is not None:
+        for base in owner.bases:
+            found = self._base_class(base, module)
+            # A name that is bound twice may lead back to the class itself.
+            if found is not None and found.node is not owner and (inherited := self.member(*found, name)) is not None:
                 return inherited
         return None
+
+    def _base_class(self, base: ast.expr, module: str) -> Found | None:
+        """Return the definition of a base class as it is written in `module`; None if it is not in the sources."""
+        match base.value if isinstance(base, ast.Subscript) else base:
+            case ast.Name(id=name):
+                return self.find(module, name)
+            case ast.Attribute(value=owner, attr=name) as dotted:
+                # The owner is a module, or a class that has the base class in its body.
+                of_module = self.find(self._imported(module, ast.unparse(owner)), name)
+                return of_module or self.definition(f"{module}:{ast.unparse(dotted)}")
+            case _:
+                return None
+
+    def _imported(self, module: str, name: str) -> str:
+        """Return the dotted name of the module that `module` calls `name`. Without an import it is `name` itself."""
+        for node in _own_nodes(self.module(module)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        if isinstance(node, ast.Import):
+                            return alias.name
+                        return f"{self._absolute(module, node.module or '', node.level).rstrip('.')}.{alias.name}"
+        return name
 
     def definition(self, path: str) -> Found | None:
         """Return the definition that a path `module:Class.attribute` names; None if there is none."""
@@ -174,6 +198,27 @@ class Sources:
             made = self.member(node, module, "__init__")
             return None if made is None else self.signature(made)
         return _signature(node) if isinstance(node, Definition) else None
+
+
+def _own_nodes(owner: ast.Module | ast.ClassDef) -> Iterator[ast.AST]:
+    """Yield the nodes in the body of a module or class, its own statements first.
+
+    Bodies of functions and inner classes are left out, because their names are no attributes of the owner.
+    """
+    nodes = deque[ast.AST](owner.body)
+    while nodes:
+        yield (node := nodes.popleft())
+        if not isinstance(node, Definition | ast.ClassDef):
+            nodes.extend(ast.iter_child_nodes(node))
+
+
+def _is_set_on_instance(node: ast.AST, name: str) -> bool:
+    """Return True if `node` is the target `self.NAME` of an assignment."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=found, ctx=ast.Store()):
+            return found == name
+        case _:
+            return False
 
 
 def _name(node: ast.AST) -> str:

@@ -111,3 +111,38 @@ def test_a_package_that_has_only_a_stub_is_read(tmp_path: Path) -> None:
     sources = gpu_sources.Sources(tmp_path)
     found = [sources.find("box.cuda", name) for name in ("first", "second", "third")]
     assert [one and one.module for one in found] == ["box._C", "box._C._inner", None]
+
+
+def test_only_attributes_of_a_class_are_found_and_a_base_class_of_the_same_name_is_another_class(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "__init__.py": "",
+        "own.py": """
+import box.base
+from box import base as other
+class Plain:
+    field: int
+    def method(self):
+        self.kept = local = 1
+        other.set_elsewhere = 2
+        def inner(): self.also_kept = 3
+    if True:
+        def conditional(self): pass
+class Base(box.base.Base): pass
+class Second(other.Base): pass
+class Lost(missing.Lost): pass
+""",
+        "base.py": "class Base:\n    inherited: int = 1",
+    }
+    (tmp_path / "box").mkdir()
+    for name, text in files.items():
+        (tmp_path / "box" / name).write_text(text)
+    sources = gpu_sources.Sources(tmp_path)
+    names = ["field", "method", "kept", "also_kept", "conditional", "local", "set_elsewhere", "inner"]
+    found = [name for name in names if sources.definition(f"box.own:Plain.{name}")]
+    assert found == ["field", "method", "kept", "also_kept", "conditional"]
+    assert sources.definition("box.own:Base.inherited")
+    assert sources.definition("box.own:Second.inherited")
+    assert sources.definition("box.own:Base.missing") is None
+    assert sources.definition("box.own:Lost.missing") is None
