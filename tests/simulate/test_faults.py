@@ -228,6 +228,23 @@ def test_a_sample_may_be_lost_with_the_machine_unless_it_was_forced_to_the_disk(
         book.replied(*lease(6, TASK))
 
 
+@pytest.mark.parametrize(("journal", "is_lost"), [("off", False), ("write", True)])
+def test_an_acknowledgement_may_arrive_when_the_next_hub_has_lost_the_result(
+    tmp_path: Path, journal: str, is_lost: bool
+) -> None:
+    small = scenario(checkpoint__journal=journal)
+    book = Bookkeeper(small, lambda: 0.0)
+    book.hub_begins(small.config(str(tmp_path)), 0, [])
+    delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
+    book.replied(*lease(5, TASK))
+    book.sent("node 1", delivery)
+    book.replied(delivery, p.Ack())
+    book.hub_begins(small.config(str(tmp_path)), 0, [])
+    book.answered("node 1", delivery, p.Ack())
+    with pytest.raises(BrokenLaw, match="task 7 was delivered") if is_lost else nullcontext():
+        book.replied(*lease(6, TASK))
+
+
 def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkeeper, tmp_path: Path) -> None:
     def deal(sample: Trajectory) -> None:
         """Deliver a sample, and give it to the rank as the batch of step 0."""

@@ -117,6 +117,11 @@ class Bookkeeper:
         self._config: Config | None = None
         """Configuration of the newest hub."""
         self._life = 0
+        """Number of hubs that have begun."""
+        self._forgot = 0
+        """Number of the newest hub that may have lost results of the hubs before it."""
+        self._kept_by: dict[int, int] = {}
+        """Number of the newest hub that has acknowledged a result, by lease."""
         self._machine_lost = False
         """True if the machine of the hub has failed since the last hub began."""
         self._delivered: dict[int, set[Delivered]] = {}
@@ -236,6 +241,7 @@ class Bookkeeper:
         if version < reached:
             self._published = min(self._published, version)
         if forgets or self._life == 1:
+            self._forgot = self._life
             # Samples may be sampled again, and the steps from `version` on may get other batches.
             self._dealt = {step: dealt for step, dealt in self._dealt.items() if step < version}
             self._acknowledged.clear()
@@ -361,6 +367,8 @@ class Bookkeeper:
     def replied(self, request: Request[Any], reply: msgspec.Struct) -> None:
         """Check a reply that the hub is about to send. The process may not receive it."""
         match request, reply:
+            case p.DeliverRequest(), _:
+                self._kept_by |= {ended.lease_id: self._life for ended in request.ended}
             case p.Leave(), _:
                 self._left[request.node] = self._now()
             case p.JoinRequest(), p.JoinReply(node=int() as node):
@@ -429,7 +437,9 @@ class Bookkeeper:
     def _acknowledge(self, ended: p.EndedLease) -> None:
         """Note a result whose delivery was acknowledged."""
         result = ended.result
-        if result.task.split != "train":
+        # Over a slow network an acknowledgement can arrive after the next hub has begun, which has not got the result.
+        late = self._kept_by.get(ended.lease_id, self._life) < self._forgot
+        if result.task.split != "train" or late:
             return
         self._acknowledged_tokens[ended.lease_id] = result.sampled_tokens
         if not isinstance(result, Failure):
