@@ -84,7 +84,7 @@ class SimSequence:
         """Tokens of the prompt, including `request.generated`."""
         self.length = length
         """Tokens that the response will have."""
-        self.finish = finish
+        self.finish: Literal["stop", "length"] = finish
         """Reason why the response ends. `length`: its request allows no more tokens."""
         self.cache_version = version
         """Version of the cached contexts that the sequence may use: at first the version at the request's arrival. A
