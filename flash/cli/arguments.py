@@ -81,6 +81,12 @@ def check_writable(*files: Path | None) -> None:
         _check_folder(file)
         if file.is_dir():
             raise ConfigError(f"cannot write {file}: it is a folder; expected the name of a file")
+        # The new file is renamed over its target: as root, `--json /dev/null` would remove the device.
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise ConfigError(
+                f"cannot write {file}: it is a link, a device, a pipe or a socket; expected the name of a regular or a "
+                "new file"
+            )
 
 
 def check_plot(file: Path | None) -> None:

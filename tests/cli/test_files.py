@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,28 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> No
         assert str(caught.value) == f"cannot write {wrong}: {why}"
     with pytest.raises(ConfigError, match="it is a file; expected the name of a folder"):
         check_folder_writable(tmp_path / "file")
+
+
+def test_only_a_regular_file_is_written_over(tmp_path: Path) -> None:
+    """A file is renamed over its target, which would remove a device, a pipe, a socket or a link."""
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "loose").symlink_to("gone")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+        for name in ("pipe", "link", "loose", "socket"):
+            with pytest.raises(ConfigError) as caught:
+                check_writable(tmp_path / name)
+            why = "it is a link, a device, a pipe or a socket; expected the name of a regular or a new file"
+            assert str(caught.value) == f"cannot write {tmp_path / name}: {why}"
+
+
+def test_a_trace_does_not_replace_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["simulate", "--faults", "--seed", "1", "--trace", str(tmp_path / "pipe")]) == 2
+    assert "it is a link, a device, a pipe or a socket" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_folder_with_files_in_it_is_not_written_over(tmp_path: Path) -> None:
