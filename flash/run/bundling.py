@@ -2,7 +2,8 @@
 
 `own_sources` finds the user's code that an objective needs, and `make_bundle` does everything else. It writes the
 members to a temporary folder beside the output, trains the steps from that folder alone, packs the folder, and renames
-the archive. So a bundle appears completely or not at all, and one that appears can be replayed. Only chosen settings
+the archive. A bundle with code of the user is replayed once more before that, in a process that has no other code of
+the user. So a bundle appears completely or not at all, and one that appears can be replayed. Only chosen settings
 and files are copied. A secret elsewhere in the run or in the folder of a model stays there.
 """
 
@@ -14,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -24,9 +26,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
+import flash
 from flash.config.load import dump, load_recorded
 from flash.config.models import is_hub_id
-from flash.config.objects import own_folders
+from flash.config.objects import IMPORT_PATH, own_folders
 from flash.config.tree import ClusterConfig, Config, EnvConfig, ModelConfig, ParallelConfig, RunConfig
 from flash.errors import ConfigError
 from flash.observe.rundir.recording import batch_file
@@ -141,7 +144,7 @@ def make_bundle(
 ) -> list[Part]:
     """Write a bundle of the steps of a plan, completely or not at all, and return its parts.
 
-    The steps are trained once, from the parts alone, before the file appears.
+    The steps are trained from the parts alone before the file appears, with `code` also in a process of its own.
 
     Args:
         directory: directory of the run.
@@ -154,7 +157,7 @@ def make_bundle(
         on_comparison: called with the difference of the replayed weights to those of the run, if it has kept them.
 
     Raises:
-        FlashError: a model, checkpoint or batch cannot be read, the replay fails, or the file cannot be written.
+        FlashError: a model, checkpoint or batch cannot be read, a replay fails, or the file cannot be written.
     """
     if config.model.trust_remote_code:
         raise ConfigError(
@@ -215,10 +218,59 @@ def make_bundle(
         again = RecordedWeights(planned.last, "those of the replay that made the bundle", records)
         head = msgspec.structs.replace(head, results=[*head.results, again], replayed=replayed)
         (folder / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1) + b"\n")
+        aside, model = Path(scratch) / "bundle.tar", None
         if not with_weights:
+            model = Path(scratch) / MODEL
+            shutil.copytree(folder / MODEL, model)
             for file in (folder / MODEL).glob("*.safetensors*"):
                 file.unlink()
-        return _write_tar(folder, Path(scratch) / "bundle.tar", output)
+        parts = _write_tar(folder, aside)
+        if code:
+            _check_code(aside, model, Path(scratch))
+        aside.replace(output)
+        return parts
+
+
+def _check_code(bundle: Path, model: Path | None, scratch: Path) -> None:
+    """Replay a bundle with code in a process that cannot import the user's own modules from their folders.
+
+    The replay in this process does not show that a module or a data file is missing, because the objective is already
+    imported from its own folder.
+
+    Args:
+        bundle: the archive.
+        model: folder of the weights that it lacks; None if it has them.
+        scratch: folder for temporary files.
+
+    Raises:
+        ConfigError: the replay did not reach its end.
+    """
+    empty, result = scratch / "empty", scratch / "result.json"
+    empty.mkdir()
+    # Python imports Flash, if it is not installed, from its own folder.
+    home = str(Path(flash.__file__).parents[1])
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", IMPORT_PATH)}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "flash", "replay", str(bundle), "--trust", "--json", str(result)),
+            *(() if model is None else ("--model", str(model))),
+        ],
+        cwd=empty,
+        env=variables | ({"PYTHONPATH": home} if home in own_folders() else {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # The file is the last thing that the command writes. Its exit code is also 1 if results differ.
+    if not result.is_file():
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(
+            "algorithm.objective: the bundle would not replay on another machine, so it was not written: "
+            f"{why.removeprefix('flash: error: ')}; a bundle holds the modules that are imported with the objective's "
+            "module, and no data files: import all of them at the top of modules, and write data as Python source, or "
+            "install both as a package"
+        )
 
 
 class _Start(NamedTuple):
@@ -380,15 +432,14 @@ def _forget_paths(folder: Path) -> None:
         file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
-    """Write the members in `folder` as a tar archive to `aside`, and rename it to `output`. Return the parts with their
-    sizes."""
+def _write_tar(folder: Path, file: Path) -> list[Part]:
+    """Write the members in `folder` as a tar archive to `file`, and return the parts with their sizes."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     # The head comes first, so that `tar` shows it at once.
     names = sorted((str(file.relative_to(folder)) for file in files), key=lambda name: (name != HEAD, name))
     parts: dict[str, int] = {}
     sums = ""
-    with aside.open("wb") as out:
+    with file.open("wb") as out:
 
         def add(name: str, size: int, source: BinaryIO) -> str:
             """Append a member of `size` bytes, the content of `source`, and return its SHA-256."""
@@ -411,7 +462,6 @@ def _write_tar(folder: Path, aside: Path, output: Path) -> list[Part]:
         out.write(bytes(2 * BLOCK))  # two blocks of zeros end an archive
         out.flush()
         os.fsync(out.fileno())
-    aside.replace(output)
     return [Part(name, size) for name, size in parts.items()]
 
 

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import py_compile
 import re
 import shutil
@@ -249,6 +250,41 @@ def test_code_of_a_bundle_runs_only_if_it_is_trusted(
             sys.modules.pop(name, None)
     assert "[running code of the bundle: my_own.scaled:Scaled, from code/my_own/__init__.py" in told
     assert "version 2: every weight equals the run's (checkpoint step-000002), bit for bit" in told
+
+
+INCOMPLETE = {
+    "a data file": ('(Path(__file__).parent / "table.json").read_text()', "table.json"),
+    "a module that is imported late": ('importlib.import_module("late_own.late")', "late_own.late"),
+}
+"""Expressions of an objective that need something outside of a bundle, with the text that names it."""
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_a_bundle_that_lacks_a_part_of_the_objective_does_not_appear(
+    kind: str, tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, output = tmp_path / "code" / "late_own", tmp_path / "own.flash"
+    package.mkdir(parents=True)
+    expression, missing = INCOMPLETE[kind]
+    call = f"        {expression}\n        return ObjectiveOutput"
+    own = "import importlib\nfrom pathlib import Path\n" + OWN.replace("my_own", "late_own")
+    own = own.replace("        return ObjectiveOutput", call)
+    for name, text in (("__init__", ""), ("scaled", own), ("factor", "FACTOR = 3.0\n"), ("late", "")):
+        (package / f"{name}.py").write_text(text)
+    (package / "table.json").write_text("{}")
+    objective = {"algorithm": {"objective": "late_own.scaled:Scaled"}, "env": {"folders": [str(package.parent)]}}
+    config = config_of(tmp_path, model_at(tmp_path / "model"), **objective)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    run = make_run(config, 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "late_own"]:
+        del sys.modules[name]
+    told = command("bundle", run, "--step", 1, "-o", output, *(["--without-weights"] if "late" in kind else []), code=2)
+    assert told.count("\n") == 1
+    assert "algorithm.objective: the bundle would not replay on another machine" in told
+    assert missing in told
+    assert "no data files" in told
+    assert not [path for path in tmp_path.iterdir() if "flash" in path.name]
 
 
 def test_a_linked_module_is_put_into_a_bundle_and_a_compiled_one_is_refused(
