@@ -25,6 +25,7 @@ import numpy as np
 from flash.cli.arguments import CommandParsers, check_plot, check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
+from flash.config.section import MOST
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically
@@ -130,6 +131,11 @@ def check_simulate(arguments: argparse.Namespace) -> None:
         least = 1 if name == "--seeds" else 0
         if value is not None and value < least:
             raise ConfigError(f"{name}: expected at least {least}, got {value}")
+        if value is not None and value > MOST:  # the largest `run.seed`
+            raise ConfigError(f"{name}: expected at most {MOST}, got {value}")
+    first, seeds = arguments.first or 0, SEEDS if arguments.seeds is None else arguments.seeds
+    if seeds > (left := MOST + 1 - first):
+        raise ConfigError(f"--seeds: expected at most {left} from seed {first}, got {seeds}")
     check_writable(arguments.trace)
 
 

@@ -341,6 +341,12 @@ def test_the_command_plays_a_seed_and_writes_its_events(tmp_path: Path, capsys: 
         (["--faults", "--trace", "x.jsonl"], "name its seed with --seed"),
         (["--faults", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["--faults", "--seed", "-1"], "--seed: expected at least 0, got -1"),
+        (["--faults", "--seed", "2147483648"], "--seed: expected at most 2147483647, got 2147483648"),
+        (["--faults", "--from", "2147483648"], "--from: expected at most 2147483647, got 2147483648"),
+        (
+            ["--faults", "--from", "2147483647", "--seeds", "2"],
+            "--seeds: expected at most 1 from seed 2147483647, got 2",
+        ),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(
