@@ -191,6 +191,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
     """Train recorded batches again, for `flash replay`.
 
     Prints the metrics of each step beside those of the run, and how far the weights differ from those of the run.
+    Returns 1 if results of a bundle differ that should be equal bit for bit, as `_replay_bundle` describes. It is 0 for
+    a run directory, because the build that trained the run is unknown.
     """
     check_writable(arguments.json)
     check_folder_writable(arguments.export)
@@ -198,8 +200,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         if arguments.from_step is not None or arguments.to_step is not None:
             raise ConfigError("--from-step, --to-step: a bundle is replayed as a whole; leave them out")
         with open_bundle(arguments.source, arguments.model) as bundle:
-            _replay_bundle(arguments, bundle)
-        return 0
+            return _replay_bundle(arguments, bundle)
     if arguments.model is not None or arguments.trust:
         raise ConfigError(
             "--model, --trust: expected a bundle with them; the model of a run's folder is named with model.path=FOLDER"
@@ -222,8 +223,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> None:
-    """Train the steps of an open bundle again, and print the comparison with the run and with the bundle's maker."""
+def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> int:
+    """Train the steps of an open bundle again, and print the comparison with the run and with the bundle's maker.
+
+    Returns 1 if a value differs, and neither other settings nor rounding explain that. Rounding explains a difference
+    on another build or on a GPU. It also explains a difference from the run if several ranks or a GPU trained the run.
+    """
     head, planned = bundle.head, bundle.planned
     files, overrides = split_arguments([str(bundle.config), *arguments.config])
     named = given(files[1:], overrides)
@@ -241,6 +246,7 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> None:
         f"{head.first}]"
     )
     _print_device(config)
+    one_cpu_rank = head.ranks == 1 and config.gpus_per_node == 0
     config = on_this_machine(config)
     if head.ranks > 1:
         _print_line(
@@ -262,6 +268,13 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> None:
     for origin, found in differences.items():
         _print_differences(found, origin)
     _write_json(arguments.json, output, differences)
+    if named or here != head.build or config.gpus_per_node > 0:
+        return 0
+    # The last result is that of the replay that made the bundle. A result of the run may come before it.
+    first = 0 if one_cpu_rank else -1
+    different = [comparison.different for comparison in output.comparisons[first:]]
+    different += [len(one.found) for one in list(differences.values())[first:]]
+    return int(any(different))
 
 
 def _admit_code(arguments: argparse.Namespace, bundle: Bundle) -> None:

@@ -177,6 +177,24 @@ def test_settings_can_be_changed_and_the_first_other_tensor_is_named(made: Made)
         assert why in command("replay", made.whole, *words, code=2)
 
 
+def test_a_replay_that_differs_on_the_same_build_is_a_finding(made: Made, tmp_path: Path) -> None:
+    members = members_of(made.whole)
+    first, second = members["metrics.jsonl"].splitlines()
+    row = json.loads(second)
+    members["metrics.jsonl"] = first + b"\n" + json.dumps(row | {"loss": row["loss"] + 1.0}).encode() + b"\n"
+    other = packed(members, tmp_path / "other.flash")
+    command("replay", other, code=1)
+    command("replay", other, "train.learning_rate=2e-3")
+    head = json.loads(members["bundle.json"])
+    for name, change in (("build", {"build": head["build"] | {"torch": "0.1"}}), ("ranks", {"ranks": 2})):
+        in_head(**change)(members)
+        assert "differ from the run's" in command("replay", packed(members, tmp_path / f"{name}.flash"))
+        in_head(**head)(members)
+    head["replayed"][1]["loss"] += 1.0
+    in_head(replayed=head["replayed"], ranks=2)(members)
+    command("replay", packed(members, tmp_path / "maker.flash"), code=1)
+
+
 def test_a_bundle_without_weights_takes_them_from_a_folder_that_has_the_same(made: Made, tmp_path: Path) -> None:
     assert not [name for name in members_of(made.light) if name.startswith("model/") and "safetensors" in name]
     assert made.light.stat().st_size < made.whole.stat().st_size
