@@ -600,6 +600,26 @@ def test_tokens_and_states_that_the_model_does_not_have_are_refused(made: Made, 
     assert "is damaged" in command("replay", packed(members, tmp_path / "state.flash"), code=2)
 
 
+DESCRIPTIONS = [
+    {"vocab_size": 5},
+    {"num_attention_heads": 0},
+    {"tie_word_embeddings": "a"},
+    {"num_hidden_layers": 10**6},
+    {"hidden_size": 10**9},
+]
+"""Keys of a crafted config.json with which no model can be made."""
+
+
+@pytest.mark.parametrize("described", DESCRIPTIONS, ids=lambda one: next(iter(one)))
+def test_a_description_of_which_no_model_can_be_made_is_refused(
+    described: dict[str, Any], made: Made, tmp_path: Path
+) -> None:
+    members = members_of(made.whole)
+    members["model/config.json"] = json.dumps(json.loads(members["model/config.json"]) | described).encode()
+    told = command("replay", packed(members, tmp_path / "step.flash"), code=2)
+    assert "cannot load a causal language model" in told
+
+
 def test_what_is_no_bundle_needs_none_of_its_options(made: Made, tmp_path: Path) -> None:
     step_folder(tmp_path, 0).mkdir(parents=True)
     assert "expected a bundle with them" in command("replay", tmp_path, "--trust", code=2)
