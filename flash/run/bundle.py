@@ -40,6 +40,7 @@ import msgspec
 
 from flash.config.load import dump, load_recorded
 from flash.config.machine import count_gpus
+from flash.config.section import MOST
 from flash.config.tree import Config
 from flash.errors import DECODE_ERRORS, ConfigError, RecordingError
 from flash.hub.gate import trajectory_fault
@@ -306,6 +307,10 @@ def _check_members(head: BundleHead, folder: Path) -> None:
     """Check that a head fits the other members. Raises ValueError if it does not."""
     if not 0 <= head.first <= head.step:
         raise ValueError(f"its steps go from {head.first} to {head.step}")
+    if not 1 <= head.ranks <= MOST:
+        raise ValueError(f"its run had {head.ranks} ranks")
+    if head.manifest is not None and not 0 <= head.manifest.skipped_steps <= MOST:
+        raise ValueError(f"its state has {head.manifest.skipped_steps} skipped steps")
     if head.threads < 1 or head.threads > 4096:
         raise ValueError(f"it was made with {head.threads} threads")
     count = head.step + 1 - head.first

@@ -521,6 +521,14 @@ def in_head(**fields: Any) -> Callable[[dict[str, bytes]], None]:
     return change
 
 
+def in_manifest(**fields: Any) -> Callable[[dict[str, bytes]], None]:
+    def change(members: dict[str, bytes]) -> None:
+        manifest = json.loads(members["bundle.json"])["manifest"]
+        in_head(manifest=manifest | fields)(members)
+
+    return change
+
+
 def in_batch(change: Callable[[list[Any]], None]) -> Callable[[dict[str, bytes]], None]:
     def apply(members: dict[str, bytes]) -> None:
         records = [msgspec.msgpack.decode(one) for one in read_frames(io.BytesIO(members["batches/step-000003.bin"]))]
@@ -559,6 +567,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, bytes]], None], str]] = {
     "deep nesting": (lambda members: members.update({"bundle.json": b"[" * 10**6}), "bundle of this version"),
     "more steps than batches": (in_head(step=10**15), "expected 999999999999999 of each"),
     "negative steps": (in_head(first=-5), "its steps go from -5 to 3"),
+    "no ranks": (in_head(ranks=-1), "-1 ranks"),
+    "more ranks than can be": (in_head(ranks=10**19), "10000000000000000000 ranks"),
+    "negative skipped steps": (in_manifest(skipped_steps=-5), "-5 skipped steps"),
+    "more skipped steps than can be": (in_manifest(skipped_steps=10**19), "10000000000000000000 skipped steps"),
     "a million threads": (in_head(threads=10**6), "1000000 threads"),
     "no batch": (without("batches/step-000002.bin"), "it has 1 batches"),
     "no state": (without("state.safetensors"), "state.safetensors does not fit"),
