@@ -1,8 +1,9 @@
 """Predictions of tables that others have published: at most one constant of a table is fitted, on one of its rows.
 
-The other constants are published inputs, or assumptions that the constants of this module name. A row has the figure of
-the simulator and the published one; the next row has the error of the prediction in %. The case of a row ends in
-*fitted* if the constant was fitted on it, and in *if …* if an assumption is changed. The sources of the tables are:
+The other constants are published inputs, some of them times of the same runs, or assumptions that this module names. A
+row has the figure of the simulator and the published one; the next row has the error of the prediction in %. The case
+of a row ends in *fitted* if the constant was fitted on it, and in *if …* if an assumption is changed. The sources of
+the tables are:
 
 - staleness: Applied Compute, "Predicting and Controlling Staleness in Fully Asynchronous RL Training" (July 2026): the
   closed form, and the mean ages of six measured runs;
@@ -387,7 +388,8 @@ MARIN = {2048: (914.4 / 25, 0.014), 4096: (1202.4 / 25, 0.329)}
 """Published seconds of a step and share of stale tokens with 32 groups of 4 and a largest age of 1, by the limit of the
 lengths. The constant is fitted on the first seconds."""
 TRAIN_TOKEN_S = 9.4 * 32 / (32 * 4 * (981 + 300))
-"""Seconds of a GPU per token: 9.4 s of training on 32 GPUs, as published for the limit of 2,048."""
+"""Seconds of a GPU per token: 9.4 s of training on 32 GPUs, as published for the limit of 2,048. A sample has 981
+tokens of answer, and the simulator's default of 300 tokens of prompt."""
 SYNC_S = 20.4
 """Published seconds of a transfer of weights in these runs; later runs need 1.6 s."""
 LATER_SYNC_S = 1.6
