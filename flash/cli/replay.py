@@ -213,7 +213,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     make_fetched(config)
     _check_model(config, "the replay begins with that model: name it with model.path=FOLDER")
     _print_line(
-        f"[training steps {planned.first} to {planned.last - 1} again, from {planned.checkpoint or config.model.path}]"
+        f"[training {_steps(planned.first, planned.last - 1)} again, from {planned.checkpoint or config.model.path}]"
     )
     if planned.left_out:
         _print_line(f"[{planned.left_out} left out: no batch of step {planned.last} is recorded]")
@@ -242,7 +242,7 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> int:
     config = load_recorded(files, overrides)
     refuse_idle(bundle.config, config, named)
     _print_line(
-        f"[step {head.step} of the run {head.run}: training steps {head.first} to {head.step} again, from version "
+        f"[step {head.step} of the run {head.run}: training {_steps(head.first, head.step)} again, from version "
         f"{head.first}]"
     )
     _print_device(config)
@@ -285,7 +285,7 @@ def _admit_code(arguments: argparse.Namespace, bundle: Bundle) -> None:
     """
     held = ", ".join(bundle.code) or "a module that is installed here"
     if not arguments.trust:
-        look = f"read it with `tar -xOf {arguments.source} {bundle.code[0]}`, and " if bundle.code else ""
+        look = f"read it with `tar -xOf {arguments.source} {CODE}`, and " if bundle.code else ""
         raise ConfigError(
             f"{arguments.source} would run code: its objective {one_line(bundle.objective)}, from {held}; {look}"
             "repeat the command with --trust if you trust it"
@@ -428,6 +428,11 @@ def _print_device(config: Config) -> None:
     """Print a line if the run had GPUs and the replay has none."""
     if on_this_machine(config) is not config:
         _print_line("[the run trained on GPUs, and there is none here: on the CPU results differ by rounding]")
+
+
+def _steps(first: int, last: int) -> str:
+    """Return steps as text, such as `step 2` or `steps 2 to 5`."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _figure(value: float | None) -> str:

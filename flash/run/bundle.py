@@ -45,7 +45,7 @@ from flash.config.tree import Config
 from flash.errors import DECODE_ERRORS, ConfigError, RecordingError
 from flash.hub.gate import trajectory_fault
 from flash.observe.rundir.recording import HEADER, batch_file, read_batch
-from flash.observe.rundir.rundir import open_regular_file, read_rows, writing
+from flash.observe.rundir.rundir import open_regular_file, writing
 from flash.run.fetch import MODEL_CONFIG
 from flash.run.replay import BundledStart, RecordedWeights, ReplayPlan, TensorRecord
 from flash.trainer.checkpoint_files import READ_SIZE, Manifest
@@ -326,7 +326,6 @@ def _check_members(head: BundleHead, folder: Path) -> None:
         raise ValueError(f"its state is that of version {head.manifest.version}, and not of version {head.first}")
     if head.weights != any((folder / MODEL).glob("*.safetensors")):
         raise ValueError(f"the weights in {MODEL}/ do not fit {HEAD}")
-    _text(folder / METRICS)
     for file in folder.glob(f"*/{MODEL_CONFIG}"):
         json.loads(_text(file), object_hook=_refuse_code)
 
@@ -365,7 +364,7 @@ def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bun
     """Return the bundle with its members in `folder`, and write its configuration, with paths of here, to `file`.
 
     Raises:
-        ValueError: the configuration names a model or a folder outside of the bundle.
+        ValueError: the configuration names a model or a folder outside of the bundle, or a row of metrics is damaged.
         ConfigError: `model` is given for a bundle with weights, or missing for one without.
     """
     replace = msgspec.structs.replace
@@ -405,7 +404,8 @@ def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bun
         ),
     )
     file.write_text(dump(placed), encoding="utf-8")
-    return Bundle(head, folder, file, config.algorithm.objective, read_rows(folder / METRICS, MetricRow))
+    rows = [msgspec.json.decode(line, type=MetricRow) for line in _text(folder / METRICS).splitlines()]
+    return Bundle(head, folder, file, config.algorithm.objective, rows)
 
 
 def _check_architecture(described: Path, model: Path) -> None:

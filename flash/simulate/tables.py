@@ -296,4 +296,4 @@ def print_scenario(scenario: Scenario) -> None:
 def print_faults(seeds: int, befallen: Mapping[str, int], failed: int) -> None:
     """Print the summary of runs with faults: their number, the faults by kind, and the number of failing runs."""
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(befallen.items())) or "none"
-    sys.stdout.write(f"{seeds:,} seeds; faults: {kinds}; failed: {failed:,}\n")
+    sys.stdout.write(f"{seeds:,} {'seed' if seeds == 1 else 'seeds'}; faults: {kinds}; failed: {failed:,}\n")

@@ -256,6 +256,7 @@ def test_code_of_a_bundle_runs_only_if_it_is_trusted(
     told = command("replay", output, code=2)
     assert told.count("\n") == 1
     assert "would run code: its objective my_own.scaled:Scaled, from code/my_own/__init__.py, code/my_own/fac" in told
+    assert f"read it with `tar -xOf {output} code`" in told
     assert "repeat the command with --trust" in told
     assert not set(own) & sys.modules.keys()
     told = command("replay", output, "algorithm.objective=cispo")
@@ -358,6 +359,7 @@ def test_everything_that_a_trainer_keeps_is_in_a_bundle(name: str, tmp_path: Pat
     assert told.count("every weight equals") == (2 if step == 3 else 1)
     assert "tensors differ" not in told
     if step == 0:
+        assert "[step 0 of the run run: training step 0 again, from version 0]" in told
         assert "[the run has kept no weights of version 1: only metrics are compared with it]" in told
     assert re.search(r"metrics: all \d+ equal the run's, bit for bit", told)
     if name == "adapters at version 0":
@@ -572,6 +574,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, bytes]], None], str]] = {
     "negative skipped steps": (in_manifest(skipped_steps=-5), "-5 skipped steps"),
     "more skipped steps than can be": (in_manifest(skipped_steps=10**19), "10000000000000000000 skipped steps"),
     "a million threads": (in_head(threads=10**6), "1000000 threads"),
+    "a damaged row of metrics": (lambda members: members.update({"metrics.jsonl": b'{"step": '}), "truncated"),
     "no batch": (without("batches/step-000002.bin"), "it has 1 batches"),
     "no state": (without("state.safetensors"), "state.safetensors does not fit"),
     "no weights": (without("model/model.safetensors"), "the weights in model/ do not fit"),

@@ -326,7 +326,7 @@ def test_the_command_plays_a_seed_and_writes_its_events(tmp_path: Path, capsys: 
     assert main(["simulate", "--faults", "--seeds", "1", "--from", "3"]) == 0
     last, same = capsys.readouterr().out.splitlines()
     assert last == same
-    assert last.startswith("1 seeds; faults: ")
+    assert last.startswith("1 seed; faults: ")
     assert last.endswith("failed: 0")
 
 
