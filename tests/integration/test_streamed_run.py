@@ -86,7 +86,8 @@ def test_a_streamed_run_trains_each_sample_once_whatever_dies_in_the_middle_of_a
         time.sleep(dice.uniform(0.2, 1.0))
         os.kill(victims[name](), signal.SIGKILL)
     assert run.wait() == 0, run.text()
-    assert "Traceback" not in run.text()
+    # vLLM may log a traceback of its own when its engine is killed. Its lines begin with the process and the level.
+    assert "\nTraceback" not in run.text()
     assert "other weights than before" not in run.text()
     assert [row["step"] for row in run.rows()] == list(range(STEPS))
     ledger = run.summary()["ledger"]
