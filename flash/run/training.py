@@ -430,7 +430,7 @@ def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return settings with dotted keys as nested tables: `{"train.async_ratio": 2}` as `{"train": {"async_ratio": 2}}`.
 
     Raises:
-        ConfigError: they are no table, or a key and a key inside of it are both given.
+        ConfigError: they are no table, or a key is given twice, or a key and a key inside of it are both given.
     """
     if not isinstance(settings, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(
@@ -446,11 +446,22 @@ def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"`settings`: `{key}` lies in a key that has a value of its own")
-        if isinstance(value, Mapping) and isinstance(table.get(name), dict):
-            table[name] = {**table[name], **value}
-        else:
-            table[name] = value
+        _add(table, name, value, key)
     return nested
+
+
+def _add(table: dict[Any, Any], name: Any, value: Any, key: str) -> None:
+    """Add a value to a nested table of settings. Tables in `value` are copied, because they belong to the caller.
+
+    `key` is the dotted path of the value. Raises ConfigError if the table has another value for it.
+    """
+    if isinstance(value, Mapping) and isinstance(inner := table.setdefault(name, {}), dict):
+        for one, part in cast("Mapping[Any, Any]", value).items():
+            _add(cast("dict[Any, Any]", inner), one, part, f"{key}.{one}")
+    elif name in table:
+        raise ConfigError(f"`settings`: `{key}` is given twice: with dots, and in a dict")
+    else:
+        table[name] = value
 
 
 class _Object(NamedTuple):

@@ -57,6 +57,10 @@ GIVEN: dict[str, Any] = {"model": "a/b", "data": "rows.jsonl", "reward": reward}
         ({"settings": {"train": {"async_ration": None}}}, "no such key; did you mean `train.async_ratio`?"),
         ({"settings": {"run": {"steps": 4}}, "steps": 3}, "`run.steps` is given twice"),
         ({"settings": {"train": 3, "train.batch_size": 4}}, "`train.batch_size` lies in a key that has a value"),
+        ({"settings": {"train.batch_size": 4, "train": 3}}, "`train` is given twice"),
+        ({"settings": {"lora": None, "lora.rank": 3}}, "`lora.rank` lies in a key that has a value"),
+        ({"settings": {"train": {"batch_size": 4}, "train.batch_size": 4}}, "`train.batch_size` is given twice"),
+        ({"settings": {"train.batch_size": 4, "train": {"batch_size": 4}}}, "`train.batch_size` is given twice"),
         ({"settings": ["a"]}, "`settings`: expected a dict of keys and values, got a value of type list"),
         ({"settings": {3: 4}}, "`settings`: expected text as each key, got 3"),
         ({"settings": {"env.options.rows": {1, 2}}}, "`env.options.rows`: expected text, a number,"),
@@ -166,6 +170,23 @@ def test_settings_are_nested_or_dotted_and_none_unsets_a_key(tmp_path: Path) -> 
     assert (config.train.batch_size, config.train.async_ratio, config.train.betas) == (64, 2.0, (0.9, 0.99))
     assert (config.rollout.stop, config.algorithm.lag, config.lora) == (("x",), None, None)
     assert "held_out_path" not in config.env.options
+
+
+def test_the_settings_of_a_caller_are_not_changed() -> None:
+    def base() -> dict[str, Any]:
+        return {"train": {"batch_size": 64}, "env": {"options": {"template": "plain"}}}
+
+    settings: dict[str, Any] = {
+        **base(),
+        "train.async_ratio": 3.0,
+        "env.options.held_out_path": None,
+        "run": {"seed": 1},
+        "run.steps": 2,
+    }
+    config = written(**GIVEN, settings=settings).config
+    assert (config.train.batch_size, config.train.async_ratio, config.run.steps) == (64, 3.0, 2)
+    assert {key: settings[key] for key in base()} == base()
+    assert settings["run"] == {"seed": 1}
 
 
 def test_the_toml_of_a_call_is_read_back_to_the_same_configuration(tmp_path: Path) -> None:
