@@ -26,9 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from flash.errors import FlashError, error_of
+from flash.errors import ConfigError, FlashError, error_of
 from flash.run.processes.launch import HANDLED_SIGNALS
-from flash.run.processes.launch_state import CALLER
+from flash.run.processes.launch_state import CALLER, LAUNCHER
 from flash.run.processes.supervisor import End
 from flash.text import harmless
 
@@ -59,9 +59,18 @@ def run_command(words: Sequence[str], show: Callable[..., Display] | None) -> in
             the output of this process.
 
     Raises:
+        ConfigError: this process belongs to a run itself.
         FlashError: the command has refused its input; this is its error.
         KeyboardInterrupt: a signal has ended the command. None of its processes is left.
     """
+    # The processes of a run import the file of a function. If that file starts a run when it is imported, each of its
+    # runs would start another one, without end.
+    if CALLER in os.environ or LAUNCHER in os.environ:
+        raise ConfigError(
+            "flash.train, flash.sft or flash.evaluate is called in a process of a run. If the run has imported the "
+            'file with this call, put the call below `if __name__ == "__main__":`; if an environment, a reward or an '
+            "agent makes the call, make it outside of the run"
+        )
     with tempfile.TemporaryDirectory(prefix="flash-caller-") as folder:
         file = Path(folder) / "error.json"
         for stream in (sys.stdout, sys.stderr):  # what the program has printed comes first

@@ -86,6 +86,16 @@ def test_a_notebook_shows_the_last_lines_and_the_warnings_in_one_block(capfd: py
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("variable", ["FLASH_CALLER", "FLASH_LAUNCHER"])
+def test_a_process_of_a_run_starts_no_command(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError, match='put the call below `if __name__ == "__main__":`'):
+        run_command(["0", "2"], None)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(("name", "kind"), [("ConfigError", ConfigError), ("NoSuchError", FlashError)])
 def test_an_error_of_the_command_is_raised_here(name: str, kind: type[FlashError]) -> None:
     with pytest.raises(kind, match="no such thing") as raised:
