@@ -20,6 +20,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 import socket
@@ -91,7 +92,7 @@ def import_paths(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, 
         names[key] = name if usable else f"object_{len(names)}"
     members = {names[key]: one for key, one in by_value.items()}
     try:
-        data = cloudpickle.dumps(members)  # all in one pickle, so that two which use a third one still share it
+        data = _pickled(members)  # all in one pickle, so that two which use a third one still share it
     except Exception as error:  # objects of the user may raise anything while they are pickled
         raise _refusal(by_value, error) from error
     if len(data) > LARGEST:
@@ -141,6 +142,24 @@ def shipped_modules(text: str) -> dict[str, bytes]:
     return found
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Pickler of cloudpickle that does not send what should not be in a file of the run."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled; NotImplemented to pickle it as usual. The pickler calls this."""
+        if obj is os.environ or obj is os.environb:
+            # Environment variables often have secrets. The processes of the run have the same ones.
+            return getattr, (os, "environ" if obj is os.environ else "environb")
+        return super().reducer_override(obj)
+
+
+def _pickled(one: Any) -> bytes:
+    """Return an object as a pickle. Raises whatever the objects in it raise."""
+    file = io.BytesIO()
+    _Pickler(file).dump(one)
+    return file.getvalue()
+
+
 def _import_path(one: Any) -> str | None:
     """Return the import path of a function or class; None if another process cannot import it.
 
@@ -182,6 +201,8 @@ def _digest(one: Any, seen: dict[int, Any]) -> str:
             parts = _parts(one)
         case ModuleType():
             own, parts = one.__name__, iter(())
+        case _ if one is os.environ or one is os.environb:  # each process has its own
+            own, parts = "environment variables", iter(())
         case bytes() | bytearray() | complex():
             own, parts = repr(one), iter(())
         case _:
@@ -201,7 +222,7 @@ def _reduced(one: Any) -> list[Any]:
         return [made] if isinstance(made, str) else [[*part] if isinstance(part, Iterator) else part for part in made]
     except Exception:  # only cloudpickle can pickle it, or only together with the class that it is a part of
         with suppress(Exception):
-            return [cloudpickle.dumps(one)]
+            return [_pickled(one)]
         return []
 
 
@@ -246,7 +267,7 @@ def _refusal(objects: Mapping[str, Any], error: Exception) -> ConfigError:
 def _too_large(objects: Mapping[str, Any], size: int) -> ConfigError:
     """Return the error for objects whose pickle has `size` bytes, with the largest object that they refer to."""
     parts = [part for one in objects.values() for part in _parts(one) if _failure(part.value) is None]
-    largest = max(parts, key=lambda part: len(cloudpickle.dumps(part.value)), default=None)
+    largest = max(parts, key=lambda part: len(_pickled(part.value)), default=None)
     named = f"; the largest part is {largest.where}" if largest is not None else ""
     return ConfigError(
         f"{' and '.join(f'`{name}`' for name in objects)}: the code with all that it refers to has {size >> 20} MiB, "
@@ -258,7 +279,7 @@ def _too_large(objects: Mapping[str, Any], size: int) -> ConfigError:
 def _failure(one: Any) -> Exception | None:
     """Return the error with which an object cannot be pickled; None if it can."""
     try:
-        cloudpickle.dumps(one)
+        _pickled(one)
     except Exception as error:  # objects of the user may raise anything while they are pickled
         return error
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +63,26 @@ class Env:
 def test_lambdas_and_closures_arrive(tmp_path: Path) -> None:
     there = sent(tmp_path, one=local_function(), other=local_function())
     assert there["one"]("four", {}) == there["other"]("four", {}) == 4
+
+
+def pickles(modules: dict[str, bytes]) -> bytes:
+    """Return the pickles in modules with code by value."""
+    return b"".join(base64.b85decode(re.findall(rb'", "(.*)"', one)[0]) for one in modules.values())
+
+
+@pytest.mark.usefixtures("imports")
+def test_environment_variables_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "first-secret")
+    names = main_program("""
+from os import environ, environb
+def reward(answer, row): return environ["MY_KEY"], environb[b"MY_KEY"]
+""")
+    paths, modules = import_paths({"reward": names["reward"]})
+    assert b"secret" not in pickles(modules)
+    there = sent(tmp_path, reward=names["reward"])
+    monkeypatch.setenv("MY_KEY", "other-secret")
+    assert there["reward"]("", {}) == ("other-secret", b"other-secret")
+    assert import_paths({"reward": names["reward"]})[0] == paths, "variables are no part of the code"
 
 
 @pytest.mark.usefixtures("imports")
