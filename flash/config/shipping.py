@@ -26,7 +26,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,8 @@ DEEPEST = 20
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Version of this Python. Another version cannot read the bytecode of pickled functions."""
 
+CACHED = type(functools.cache(len))
+"""Type of the functions that `functools.cache` and `functools.lru_cache` make."""
 NOT_PICKLED = ("_abc_impl", "__firstlineno__", "__module__")
 """Attributes of a class that Python makes again with the class, or that say only where it was written."""
 KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -150,7 +152,23 @@ class _Pickler(cloudpickle.Pickler):
         if obj is os.environ or obj is os.environb:
             # Environment variables often have secrets. The processes of the run have the same ones.
             return getattr, (os, "environ" if obj is os.environ else "environb")
+        if isinstance(obj, CACHED) and _import_path(obj) is None:
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        known = isinstance(obj, type | FunctionType) or type(obj) in self.dispatch_table
+        if not known and getattr(obj, "__module__", None) == "__main__":
+            # Text is the name of an object in its module. The main program of the run is another one, without it.
+            name = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+            if isinstance(name, str):
+                raise pickle.PicklingError(f"pickle sends only the name `{name}`, which the processes do not have")
         return super().reducer_override(obj)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function with a new cache, for one of `functools.cache` or `functools.lru_cache` that is sent by value.
+
+    `parameters` are those of `functools.lru_cache`.
+    """
+    return functools.lru_cache(**parameters)(function)
 
 
 def _pickled(one: Any) -> bytes:
@@ -189,11 +207,14 @@ def _digest(one: Any, seen: dict[int, Any]) -> str:
             return json.dumps(one)
     own = ""
     match one:
-        case FunctionType() | BuiltinFunctionType() | type() if (path := _import_path(one)) is not None:
+        case FunctionType() | BuiltinFunctionType() | type() | CACHED() if (path := _import_path(one)) is not None:
             return path
         case FunctionType():
             seen[id(one)] = one
             own, parts = _code_text(one.__code__), _parts(one)
+        case CACHED():
+            seen[id(one)] = one
+            own, parts = repr(one.cache_parameters()), _parts(one)
         case type() | dict() | list() | MethodType() | functools.partial():
             seen[id(one)] = one
             parts = _parts(one)
@@ -321,6 +342,8 @@ def _parts(one: Any) -> Iterator[_Part]:
             yield _Part("the function", cast("Any", one).__func__)
         case property():
             yield from (_Part("the function", function) for function in (one.fget, one.fset) if function is not None)
+        case CACHED():
+            yield _Part("the function", one.__wrapped__)
         case functools.partial():
             yield _Part("the function", one.func)
             yield from (_Part("an argument", value) for value in (*one.args, *one.keywords.values()))

@@ -85,6 +85,50 @@ def reward(answer, row): return environ["MY_KEY"], environb[b"MY_KEY"]
     assert import_paths({"reward": names["reward"]})[0] == paths, "variables are no part of the code"
 
 
+CACHED = """
+import functools
+from typing import Generic, TypeVar
+@functools.cache
+def count(n): return 0 if n == 0 else 1 + count(n - 1)
+class Env:
+    @functools.lru_cache(maxsize=3)
+    def words(self): return count(2)
+def reward(answer, row): return count(len(answer)) + Env().words()
+@functools.lru_cache
+def alone(answer, row): return 1.5
+def made():
+    return functools.cache(lambda: 7)
+T = TypeVar("T")
+class Box(Generic[T]):
+    seven = made()
+    def get(self, one: T) -> T: return self.seven
+"""
+
+
+@pytest.mark.usefixtures("imports")
+def test_functions_with_a_cache_arrive_with_an_empty_one(tmp_path: Path) -> None:
+    names = main_program(CACHED)
+    names["count"](3)
+    there = sent(
+        tmp_path, reward=names["reward"], alone=names["alone"], env=names["Env"], count=names["count"], box=names["Box"]
+    )
+    assert there["reward"]("four", {}) == 6
+    assert there["alone"]("", 0) == 1.5
+    assert there["env"].words.cache_parameters() == {"maxsize": 3, "typed": False}
+    assert there["box"].seven() == 7
+    assert there["count"] is not names["count"]
+    assert there["count"].__name__ == "count"
+
+
+def test_changed_code_below_a_cache_has_another_name() -> None:
+    def path(program: str) -> str:
+        return import_paths({"reward": main_program(program)["reward"]})[0]["reward"]
+
+    assert path(CACHED) == path(CACHED)
+    assert path(CACHED) != path(CACHED.replace("1 + count", "2 + count"))
+    assert path(CACHED) != path(CACHED.replace("maxsize=3", "maxsize=4"))
+
+
 @pytest.mark.usefixtures("imports")
 def test_two_functions_of_one_name_stay_two(tmp_path: Path) -> None:
     one, other = (main_program(f"def f(): return {number}")["f"] for number in (1, 2))
@@ -169,6 +213,10 @@ def made(rows):
     def reward(answer, row): return next(rows)
     return reward
 rows = made(x for x in [1])
+class Named:
+    def __reduce__(self): return "NAMED"
+NAMED = Named()
+def named(answer, row): return NAMED
 class kept(ABC):
     __slots__ = ("a",)
     kept = [threading.Lock()]
@@ -183,6 +231,10 @@ def pair(answer, row, to=PAIR): return to
         ("lock", "the global variable `LOCK` is a lock"),
         ("held", "the attribute `lock` of the global variable `HELD` is a lock"),
         ("rows", "the variable `rows` around it is a running generator"),
+        (
+            "named",
+            "the global variable `NAMED` is an object of Named (PicklingError: pickle sends only the name `NAMED`",
+        ),
         ("kept", "an item of the attribute `kept` is a lock"),
         ("pair", "an item of a default value is an open connection"),
     ],
