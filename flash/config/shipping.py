@@ -152,6 +152,9 @@ class _Pickler(cloudpickle.Pickler):
         if obj is os.environ or obj is os.environb:
             # Environment variables often have secrets. The processes of the run have the same ones.
             return getattr, (os, "environ" if obj is os.environ else "environb")
+        if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            # cloudpickle would send the contents of the file, which may be secret.
+            raise pickle.PicklingError("the contents of an open file are not sent")
         if isinstance(obj, CACHED) and _import_path(obj) is None:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         known = isinstance(obj, type | FunctionType) or type(obj) in self.dispatch_table

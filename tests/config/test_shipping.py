@@ -200,12 +200,14 @@ import socket, threading
 from abc import ABC
 
 LOG, LOCK = open("log", "w"), threading.Lock()
+READ = open("log")
 PAIR = socket.socketpair()
 class Held:
     def __init__(self): self.lock = threading.Lock()
 HELD = Held()
 def helper(): LOG.write("")
 def file(answer, row): helper()
+def read(answer, row): return READ.read()
 def lock(answer, row):
     with LOCK: return 1.0
 def held(answer, row): return HELD.lock
@@ -228,6 +230,7 @@ def pair(answer, row, to=PAIR): return to
     ("name", "told"),
     [
         ("file", "the global variable `LOG` of the global variable `helper` is an open file"),
+        ("read", "the global variable `READ` is an open file"),
         ("lock", "the global variable `LOCK` is a lock"),
         ("held", "the attribute `lock` of the global variable `HELD` is a lock"),
         ("rows", "the variable `rows` around it is a running generator"),
@@ -246,7 +249,7 @@ def test_what_cannot_be_sent_is_named_with_its_place(
     names = main_program(UNSENDABLE)
     with pytest.raises(ConfigError) as refused:
         import_paths({"reward": names[name]})
-    for one in (names["LOG"], *names["PAIR"]):
+    for one in (names["LOG"], names["READ"], *names["PAIR"]):
         one.close()
     assert f"cannot be sent to the processes of the run, because {told}" in str(refused.value)
     assert str(refused.value).startswith("`reward`: ")
