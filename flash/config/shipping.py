@@ -55,6 +55,8 @@ DEEPEST = 20
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Version of this Python. Another version cannot read the bytecode of pickled functions."""
 
+MAIN = ("__main__", "__mp_main__")
+"""Names of the main program as a module. The second one is its name in a process that multiprocessing has started."""
 CACHED = type(functools.cache(len))
 """Type of the functions that `functools.cache` and `functools.lru_cache` make."""
 NOT_PICKLED = ("_abc_impl", "__firstlineno__", "__module__")
@@ -158,7 +160,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, CACHED) and _import_path(obj) is None:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         known = isinstance(obj, type | FunctionType) or type(obj) in self.dispatch_table
-        if not known and getattr(obj, "__module__", None) == "__main__":
+        if not known and getattr(obj, "__module__", None) in MAIN:
             # Text is the name of an object in its module. The main program of the run is another one, without it.
             name = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
             if isinstance(name, str):
@@ -176,6 +178,8 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callabl
 
 def _pickled(one: Any) -> bytes:
     """Return an object as a pickle. Raises whatever the objects in it raise."""
+    if (main := sys.modules.get(MAIN[1])) is not None:  # cloudpickle would take it for a module that others can import
+        cloudpickle.register_pickle_by_value(main)
     file = io.BytesIO()
     _Pickler(file).dump(one)
     return file.getvalue()
@@ -188,7 +192,7 @@ def _import_path(one: Any) -> str | None:
     that a function has defined.
     """
     module, name = getattr(one, "__module__", None), getattr(one, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+    if not isinstance(module, str) or not isinstance(name, str) or module in MAIN:
         return None
     found: Any = sys.modules.get(module)
     for part in name.split("."):

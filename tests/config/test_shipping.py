@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -127,6 +128,21 @@ def test_changed_code_below_a_cache_has_another_name() -> None:
     assert path(CACHED) == path(CACHED)
     assert path(CACHED) != path(CACHED.replace("1 + count", "2 + count"))
     assert path(CACHED) != path(CACHED.replace("maxsize=3", "maxsize=4"))
+
+
+def test_the_main_program_of_a_process_of_multiprocessing_is_sent_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    exec("class Row: bonus = 2\ndef helper(): return Row.bonus\ndef reward(answer, row): return helper()", vars(main))
+    paths, modules = import_paths({"reward": vars(main)["reward"]})
+    for name, content in modules.items():
+        (tmp_path / name).write_bytes(content)
+    module, _, name = paths["reward"].partition(":")
+    command = [sys.executable, "-c", f"from {module} import {name}; print({name}('', 0))"]
+    variables = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    assert subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout == "2\n"
 
 
 @pytest.mark.usefixtures("imports")
