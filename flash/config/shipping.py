@@ -2,9 +2,9 @@
 
 A run names each function and class by its import path, and its processes import it. `import_paths` makes such a path
 for an object that a Python program gives to `flash.train`. An object of an importable module has a path already. All
-others are pickled by cloudpickle into one module, which lies beside the configuration. So the processes import them
-like any other module, and nothing else in Flash knows of them. The recorder copies the module into the run directory
-(`shipped_modules`), where the recorded configuration finds it.
+others are pickled by cloudpickle, each into a module of its own, which lies beside the configuration. So the processes
+import them like any other module, and nothing else in Flash knows of them. The recorder copies the modules into the run
+directory (`shipped_modules`), where the recorded configuration finds them.
 
 The name of the module contains a hash of the code. So changed code has another name, and a module that Python has
 imported, or a fingerprint of an environment, never stands for other code. A run that is resumed with the same code has
@@ -73,42 +73,43 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def import_paths(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return the import path `module:name` of each function or class, and the module of those by value.
+    """Return the import path `module:name` of each function or class, and a module for each of those by value.
 
     Args:
         objects: functions and classes, each by the key of the configuration that names it.
 
     Returns:
-        The import paths by the same keys, and the content of the module's file by its name; empty if none is needed.
-        The caller writes the file into a folder of the import path.
+        The import paths by the same keys, and the content of each module's file by its name. The caller writes the
+        files into a folder of the import path.
 
     Raises:
         ConfigError: an object cannot be pickled, or is too large. The message names the part that is at fault.
     """
-    paths = {key: path for key, one in objects.items() if (path := _import_path(one)) is not None}
-    by_value = {key: one for key, one in objects.items() if key not in paths}
-    if not by_value:
-        return paths, {}
-    names: dict[str, str] = {}
-    for key, one in by_value.items():
+    paths: dict[str, str] = {}
+    modules: dict[str, bytes] = {}
+    for key, one in objects.items():
+        if (path := _import_path(one)) is not None:
+            paths[key] = path
+            continue
         name = getattr(one, "__name__", "")
-        usable = name.isidentifier() and not name.startswith("__") and name not in names.values()
-        names[key] = name if usable else f"object_{len(names)}"
-    members = {names[key]: one for key, one in by_value.items()}
-    try:
-        data = _pickled(members)  # all in one pickle, so that two which use a third one still share it
-    except Exception as error:  # objects of the user may raise anything while they are pickled
-        raise _refusal(by_value, error) from error
-    if len(data) > LARGEST:
-        raise _too_large(by_value, len(data))
-    text = base64.b85encode(data).decode("ascii")
-    module = f"flash_code_{_digest(members, {})[:16]}"
-    content = (
-        '"""Functions and classes of a program that has called Flash, by value. Flash has written this file."""\n\n'
-        "from flash.config.shipping import unpacked\n\n"
-        f'globals().update(unpacked("{PYTHON}", "{text}"))\n'
-    )
-    return paths | {key: f"{module}:{name}" for key, name in names.items()}, {f"{module}.py": content.encode("ascii")}
+        name = name if name.isidentifier() and not name.startswith("__") else "sent"
+        try:
+            data = _pickled({name: one})
+        except Exception as error:  # objects of the user may raise anything while they are pickled
+            raise _refusal(key, one, error) from error
+        if len(data) > LARGEST:
+            raise _too_large(key, one, len(data))
+        text = base64.b85encode(data).decode("ascii")
+        content = (
+            '"""Function or class of a program that has called Flash, by value. Flash has written this file."""\n\n'
+            "from flash.config.shipping import unpacked\n\n"
+            f'globals().update(unpacked("{PYTHON}", "{text}"))\n'
+        )
+        # Each has a module of its own, because a bundle of a run has the module of its objective. The values that a
+        # reward uses, which may be secret, do not belong there.
+        module = f"flash_code_{_digest({name: one}, {})[:16]}"
+        paths[key], modules[f"{module}.py"] = f"{module}:{name}", content.encode("ascii")
+    return paths, modules
 
 
 def unpacked(python: str, text: str) -> dict[str, Any]:
@@ -275,32 +276,27 @@ class _Part(NamedTuple):
     value: Any
 
 
-def _refusal(objects: Mapping[str, Any], error: Exception) -> ConfigError:
-    """Return the error for objects that cannot be pickled. `objects`: by their keys."""
-    for key, one in objects.items():
-        if (cause := _failure(one)) is None:
-            continue
-        chain = _culprit(one)
-        last = chain[-1].value if chain else one
-        kind = next((words for types, words in KINDS if isinstance(last, types)), f"an object of {type(last).__name__}")
-        place = " of ".join(part.where for part in reversed(chain)) or "it"
-        return ConfigError(
-            f"`{key}`: {_described(one)} cannot be sent to the processes of the run, because {place} is {kind} "
-            f"({type(cause).__name__}: {cause}). Make it inside of the function or class that uses it, or move the "
-            "code to a module of its own, which each process imports"
-        )
-    return ConfigError(f"{' and '.join(objects)} cannot be sent to the processes of the run: {error}")
+def _refusal(key: str, one: Any, error: Exception) -> ConfigError:
+    """Return the error for an object that cannot be pickled. `key` names it; `error`: raised while it was pickled."""
+    chain = _culprit(one)
+    last = chain[-1].value if chain else one
+    kind = next((words for types, words in KINDS if isinstance(last, types)), f"an object of {type(last).__name__}")
+    place = " of ".join(part.where for part in reversed(chain)) or "it"
+    return ConfigError(
+        f"`{key}`: {_described(one)} cannot be sent to the processes of the run, because {place} is {kind} "
+        f"({type(error).__name__}: {error}). Make it inside of the function or class that uses it, or move the "
+        "code to a module of its own, which each process imports"
+    )
 
 
-def _too_large(objects: Mapping[str, Any], size: int) -> ConfigError:
-    """Return the error for objects whose pickle has `size` bytes, with the largest object that they refer to."""
-    parts = [part for one in objects.values() for part in _parts(one) if _failure(part.value) is None]
+def _too_large(key: str, one: Any, size: int) -> ConfigError:
+    """Return the error for an object whose pickle has `size` bytes, with the largest part of it. `key` names it."""
+    parts = [part for part in _parts(one) if _failure(part.value) is None]
     largest = max(parts, key=lambda part: len(_pickled(part.value)), default=None)
     named = f"; the largest part is {largest.where}" if largest is not None else ""
     return ConfigError(
-        f"{' and '.join(f'`{name}`' for name in objects)}: the code with all that it refers to has {size >> 20} MiB, "
-        f"and at most {LARGEST >> 20} MiB can be sent to the processes of the run{named}: read it from a file inside "
-        "of the function or class that uses it"
+        f"`{key}`: the code with all that it refers to has {size >> 20} MiB, and at most {LARGEST >> 20} MiB can be "
+        f"sent to the processes of the run{named}: read it from a file inside of the function or class that uses it"
     )
 
 

@@ -145,6 +145,18 @@ def test_the_main_program_of_a_process_of_multiprocessing_is_sent_by_value(
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout == "2\n"
 
 
+def test_each_function_is_sent_alone_with_the_values_that_it_uses() -> None:
+    names = main_program("""
+KEY = "secret"
+def objective(tokens): return 1.0
+def reward(answer, row): return len(KEY)
+""")
+    paths, modules = import_paths({"algorithm.objective": names["objective"], "reward": names["reward"]})
+    module = f"{paths['algorithm.objective'].partition(':')[0]}.py"
+    assert b"secret" in pickles(modules)
+    assert b"secret" not in pickles({module: modules[module]})
+
+
 @pytest.mark.usefixtures("imports")
 def test_two_functions_of_one_name_stay_two(tmp_path: Path) -> None:
     one, other = (main_program(f"def f(): return {number}")["f"] for number in (1, 2))
