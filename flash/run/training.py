@@ -440,8 +440,10 @@ def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, value in (settings or {}).items():
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"`settings`: expected text as each key, got {key!r}")
-        table = nested
         *outer, name = key.split(".")
+        if not all((*outer, name)):
+            raise ConfigError(f"`settings`: expected names with dots between them as each key, got {key!r}")
+        table = nested
         for part in outer:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):

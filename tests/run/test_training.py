@@ -62,6 +62,8 @@ GIVEN: dict[str, Any] = {"model": "a/b", "data": "rows.jsonl", "reward": reward}
         ({"settings": {"train": {"batch_size": 4}, "train.batch_size": 4}}, "`train.batch_size` is given twice"),
         ({"settings": {"train.batch_size": 4, "train": {"batch_size": 4}}}, "`train.batch_size` is given twice"),
         ({"settings": ["a"]}, "`settings`: expected a dict of keys and values, got a value of type list"),
+        ({"settings": {"": 1}}, "`settings`: expected names with dots between them as each key, got ''"),
+        ({"settings": {"train..betas": 1}}, "names with dots between them as each key, got 'train..betas'"),
         ({"settings": {3: 4}}, "`settings`: expected text as each key, got 3"),
         ({"settings": {"env.options.rows": {1, 2}}}, "`env.options.rows`: expected text, a number,"),
         ({"config": {"run": 3}}, "`config`: expected a TOML file, a list of TOML files or a flash.Config"),
