@@ -21,7 +21,7 @@ from flash.config.shipping import shipped_modules
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
 from flash.observe.alarms import Alarms, RaisedAlarm
-from flash.observe.cluster import ClusterFile, HubNow
+from flash.observe.cluster import EVENT_TEXT, ClusterFile, HubNow, shortened
 from flash.observe.console import Console
 from flash.observe.observer import Wish
 from flash.observe.rundir.batches import Batches, TokenText
@@ -73,6 +73,8 @@ class Recorder:
         """Time at which the run would have begun without interruptions, in Unix seconds; `wall_s` counts from it."""
         self._console = Console(config)
         self._alarms = Alarms(config.alarms.off)
+        self._last_failure = ""
+        """Kind and message of the newest failure; empty if there is none."""
         self.stopped: AlarmError | None = None
         """Alarm that ends the run early; None if there is none. The process of the run raises it after `finish`."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -149,6 +151,8 @@ class Recorder:
         full = {**row, "wall_s": self._now() - self._run_start}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
+        if full.get("missing") and self._last_failure:
+            self._console.warn(f"answers of the evaluation are missing; the last failure is {self._last_failure}")
         self._send("evaluation", full)
 
     def _send(self, kind: str, row: Mapping[str, Any]) -> None:
@@ -218,6 +222,7 @@ class Recorder:
     def failure(self, kind: str, message: str) -> None:
         """Count a failure of this kind for `cluster.json`, and keep its message as the last one of the kind."""
         self._cluster.failed(kind, message)
+        self._last_failure = shortened(f"{kind}: {message}", EVENT_TEXT)
 
     def cluster(self, hub: HubNow) -> None:
         """Start to write a state of the cluster. One comes every `flash.observe.cluster.EVERY_S` seconds."""

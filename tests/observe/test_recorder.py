@@ -22,7 +22,7 @@ from flash.observe.rundir.samples import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
 from flash.types import Batch, Outcome, Task, TokenUse, TrainedSample
 from tests.observe.clusters import hub_now
-from tests.observe.sample_rows import metrics_row
+from tests.observe.sample_rows import eval_row, metrics_row
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
 
 WAIT_S = 10.0
@@ -291,6 +291,19 @@ def test_the_last_picture_of_the_cluster_is_written_from_the_thread_that_ends_th
     assert kept is not None
     assert (kept.ended, [each.message for each in kept.failures]) == ("interrupted", ["boom"])
     assert [event.text for event in kept.events] == ["node 1 joins"]
+
+
+def test_an_evaluation_without_all_of_its_answers_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with make_recorder(tmp_path, Slow()) as recorder:
+        recorder.failure("env_error", "the first")
+        recorder.evaluation(eval_row(0, 0.5))
+        assert "the first" not in capsys.readouterr().out
+        recorder.failure("reward_error", "node 0: it raised\nBad")
+        recorder.evaluation(eval_row(1, 0.5, missing=2))
+    expected = (
+        "warning: answers of the evaluation are missing; the last failure is reward_error: node 0: it raised\\nBad"
+    )
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_error_that_ends_a_run_is_kept_with_the_cluster(tmp_path: Path) -> None:
