@@ -117,7 +117,8 @@ def check_env(config: Config) -> Iterator[ConfigProblem]:
     if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
         message = (
             f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
-            "solved_examples and alphabet (docs/environments.md), or leave [tiny_model] out and name another model"
+            "solved_examples and alphabet (docs/environments.md), or name another model and leave [tiny_model] out (in "
+            'Python: settings={"tiny_model": None})'
         )
         yield ConfigProblem("tiny_model", message)
 

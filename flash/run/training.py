@@ -239,11 +239,13 @@ def error_left(run_dir: Path, since: float) -> FlashError:
 
 @contextmanager
 def _arguments_named(file: Path) -> Generator[None]:
-    """Replace the name of a configuration that a caller has not written, in an error that leaves the block."""
+    """Replace the names of a configuration and of a setting that a caller has not written, in an error that leaves the
+    block."""
     try:
         yield
     except FlashError as error:
-        error.args = (str(error).replace(f" ({file})", "").replace(str(file), "the arguments"),)
+        text = str(error).replace(f" ({file})", "").replace(str(file), "the arguments")
+        error.args = (text.replace("`run.resume` (setting)", "`resume`"),)
         raise
 
 

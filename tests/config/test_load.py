@@ -490,6 +490,10 @@ def test_a_file_that_is_not_text_is_refused(project):
             "`my_module_for_config:Refusing` has no solved examples to teach a tiny model with: give it the methods",
         ),
         (
+            ["env.path=my_module_for_config:Refusing", "tiny_model.layers=1"],
+            'leave [tiny_model] out (in Python: settings={"tiny_model": None})',
+        ),
+        (
             ["run.resume=true"],
             "`run.resume` (setting): there is no run to continue: the folder outputs/a-run does not",
         ),

@@ -113,6 +113,16 @@ def test_a_problem_that_the_command_finds_is_told_once_and_without_a_file_that_t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_is_not_there_to_resume_is_told_by_the_name_of_the_argument(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0}}
+    with pytest.raises(ConfigError) as refused:
+        train(**given, resume=True)
+    assert "`resume`: there is no run to continue" in str(refused.value)
+    assert "run.resume" not in str(refused.value)
+
+
 def options_of(**arguments: Any) -> dict[str, Any]:
     """Return the table `env` of the configuration that a call amounts to."""
     return tomllib.loads(written(**arguments).text)["env"]
