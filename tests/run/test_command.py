@@ -35,8 +35,7 @@ if sys.argv[1] == "refuse":
     assert pid == str(os.getppid())
     Path(file).write_text(json.dumps({"error": sys.argv[2], "message": "no such thing"}))
     sys.exit(2)
-for number in range(int(sys.argv[2])):
-    print(f"line {number}")
+sys.stdout.write("".join(f"line {number}\\n" for number in range(int(sys.argv[2]))))
 print("flash: warning: look at this", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
