@@ -2,11 +2,12 @@
 
 Each mutation replaces one place of a temporary copy of the code. Seeds are played in order until one breaks a law, at
 most `SEEDS` of them. Seeds that fail in the code without a mutation do not count. A row has the number of seeds that
-were needed; 0 if no seed has found the mutation. `--quick` tries fewer seeds.
+were needed; 0 if no seed has found the mutation. `--quick` tries fewer seeds, and `--from SEED` begins at another one.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -163,23 +164,23 @@ def measure(args: Args) -> list[Row]:
     seeds = QUICK_SEEDS if args.quick else SEEDS
     rows: list[Row] = []
     for mutation in MUTATIONS:
-        found = seeds_until_found(mutation, seeds)
+        found = seeds_until_found(mutation, args.own.first, seeds)
         print(f"{mutation.name}: {found or 'not found'}", flush=True)
         rows.append(Row(mutation.name, "needed_seeds", "seeds", found))
     return rows
 
 
-def seeds_until_found(mutation: Mutation, most: int) -> int:
-    """Return how many seeds are played until one finds the mutation; 0 if none does."""
+def seeds_until_found(mutation: Mutation, begin: int, most: int) -> int:
+    """Return how many seeds from `begin` on are played until one finds the mutation; 0 if none of `most` does."""
     with tempfile.TemporaryDirectory(prefix="flash-mutation-") as folder:
         copy = Path(folder)
         for package in PACKAGES:
             shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
         mutate(copy / "flash" / mutation.file, mutation)
-        first = 0
-        while (seed := first_failing(copy, first, most - first)) >= 0:
+        first = begin
+        while (seed := first_failing(copy, first, begin + most - first)) >= 0:
             if first_failing(ROOT, seed, 1) < 0:
-                return seed + 1
+                return seed + 1 - begin
             first = seed + 1
         return 0
 
@@ -199,5 +200,10 @@ def first_failing(root: Path, first: int, count: int) -> int:
     return int(done.stdout)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option that only this benchmark has."""
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="first seed (default: 0)")
+
+
 if __name__ == "__main__":
-    main("mutations", __doc__ or "", measure)
+    main("mutations", __doc__ or "", measure, add_options=add_options)
