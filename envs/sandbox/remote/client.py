@@ -74,7 +74,6 @@ from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
     SandboxError,
-    SandboxFileError,
     SandboxLimitError,
     SandboxLostError,
     SandboxRefusedError,
@@ -473,20 +472,30 @@ class RemoteSandbox(Sandbox):
         await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
-        """Yield a file or folder as a tar archive, as `Archives.get_archive` says."""
-        left = limits.total + HEAD_BYTES * limits.entries
-        async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}) as response:
-            try:
+        """Yield a file or folder as a tar archive, as `Archives.get_archive` says.
+
+        Raises:
+            SandboxError: the service's error, of the same class as in a local sandbox, also after a part was yielded.
+            SandboxLostError: the connection broke, and the service knows no error of the sandbox.
+        """
+        left, key = limits.total + HEAD_BYTES * limits.entries, uuid4().hex
+        try:
+            async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}, key=key) as response:
                 async for piece in response.aiter_raw(COPY_BYTES):
                     left -= len(piece)
                     if left < 0:
                         raise SandboxLimitError(f"{path}: the archive is larger than the limits allow")
                     yield piece
-            except httpx.HTTPError as error:
-                # The service has begun its response, so it can report a failure only by closing the connection.
-                raise SandboxFileError(
-                    f"{path}: the copy broke off: the files changed, they are too many, or the sandbox ended"
-                ) from error
+        except httpx.HTTPError as error:
+            # The service has begun its response, so it can report a failure only by closing the connection. A broken
+            # network looks the same, but only a fault of the files may count against the program that made them. So the
+            # same call is sent once more: the service answers with the error, if it had one.
+            try:
+                async with self.http.streamed("GET", f"{self.path}/tree", query={"path": path}, key=key):
+                    raise SandboxLostError(f"{path}: the connection to the service broke during the copy") from error
+            except SandboxLostError:
+                await self._record_end_after_loss()
+                raise
 
     # ---- snapshots
 

@@ -150,16 +150,27 @@ class HttpClient:
 
     @asynccontextmanager
     async def streamed(
-        self, method: str, path: str, *, body: msgspec.Struct | None = None, query: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: msgspec.Struct | None = None,
+        query: Mapping[str, Any] | None = None,
+        key: str = "",
     ) -> AsyncGenerator[httpx.Response]:
         """Open a streamed response. Leaving the block closes the connection, and the service then ends the call.
 
-        The call is not repeated: the caller may have used a part of the response already.
+        The call is not repeated: the caller may have used a part of the response already. `key` is its idempotency key,
+        under which the service keeps the error of a response that it breaks off; empty if the call has none.
 
         Raises:
             SandboxError: the error of the service, or the service cannot be reached.
         """
-        headers = {"accept": NDJSON, **({"content-type": MSGPACK} if body is not None else {})}
+        headers = {
+            "accept": NDJSON,
+            **({"content-type": MSGPACK} if body is not None else {}),
+            **({"idempotency-key": key} if key else {}),
+        }
         content = msgspec.msgpack.encode(body) if body is not None else None
         # The seconds of a call are 0: the service sends the head of its response at once.
         request = self._request(method, _target(path, query), content, headers, seconds=0.0)

@@ -10,8 +10,9 @@ unpacks a download with `envs.sandbox.trees`, which does not trust it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 import anyio
 import msgspec
@@ -227,10 +228,14 @@ async def _upload(call: ApiCall, path: Path = ".") -> None:
     await call.sandbox.put_archive(path, call.request.stream(), int(length) if length else None)
 
 
-@API.add("GET", _TREE, gives=TAR)
+@API.add("GET", _TREE, gives=TAR, keyed=True)
 async def _download(call: ApiCall, path: Path = ".") -> Response:
-    """Download a tree, or one file, as a tar archive of untrusted content. An answer that breaks off has failed."""
-    return TreeStream(call.sandbox.get_archive(path, TreeLimits()))
+    """Download a tree, or one file, as a tar archive of untrusted content. An answer that breaks off has failed. The
+    same call with the same idempotency key then gets the error, if it was the sandbox that failed."""
+    sandbox, work, key = call.sandbox, call.work, call.key
+    if key and (error := work.kept_error(key)) is not None:
+        raise error
+    return TreeStream(sandbox.get_archive(path, TreeLimits()), partial(work.keep_error, key) if key else None)
 
 
 class TreeStream(Response):
@@ -240,10 +245,17 @@ class TreeStream(Response):
     answered with its own status. A later error ends the connection.
     """
 
-    def __init__(self, pieces: AsyncGenerator[bytes]) -> None:
-        """Create the answer. `pieces` yields the archive; the answer closes it."""
+    def __init__(self, pieces: AsyncGenerator[bytes], broke: Callable[[FlashError], None] | None) -> None:
+        """Create the answer.
+
+        Args:
+            pieces: generator of the archive; the answer closes it.
+            broke: function that keeps the error which ended the connection, for a client that asks for it; None if the
+                client cannot ask.
+        """
         super().__init__(media_type=TAR, headers=_ATTACHMENT)
         self._pieces = pieces
+        self._broke = broke
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer. A client that disconnects ends the copy."""
@@ -285,6 +297,8 @@ class TreeStream(Response):
         except FlashError as error:
             if not begun:
                 return problem_of(error)
+            if self._broke is not None:
+                self._broke(error)
             scope["state"]["connection"].abort()
             await anyio.sleep_forever()  # until the disconnection is noticed and cancels this task
         return None

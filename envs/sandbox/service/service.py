@@ -62,7 +62,7 @@ class _KeyedCall:
 
     def __init__(self, digest: bytes = b"") -> None:
         self.digest = digest
-        """Digest of the call's path and body; empty if the call was cancelled before it arrived."""
+        """Digest of the call's path and body; empty if only an error is kept for its key (`LeaseWork.keep_error`)."""
         self.done = anyio.Event()
         """Event that is set when there is a result or an error."""
         self.scope = anyio.CancelScope()
@@ -233,14 +233,22 @@ class LeaseWork:
         A call that has not arrived yet is refused when it arrives. A client that is cancelled closes the connection of
         the call, and its cancellation on another connection may overtake the call.
         """
-        answer = self._calls.get(key)
-        if answer is None:
-            answer = self._calls[key] = _KeyedCall()
-            answer.error = _cancelled()
-            answer.done.set()
-            self._drop_old()
+        if key not in self._calls:
+            self.keep_error(key, _cancelled())
+        answer = self._calls[key]
         answer.scope.cancel()
         await answer.done.wait()
+
+    def keep_error(self, key: str, error: FlashError) -> None:
+        """Keep an error as the answer to every further call with this key."""
+        answer = self._calls[key] = _KeyedCall()
+        answer.error = error
+        answer.done.set()
+        self._drop_old()
+
+    def kept_error(self, key: str) -> FlashError | ProblemError | None:
+        """Return the error that is the answer to calls with this key; None if there is none."""
+        return answer.error if (answer := self._calls.get(key)) is not None else None
 
     def _drop_old(self) -> None:
         """Drop the answers that ended first, beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing, asynccontextmanager
+import math
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import anyio
 import msgspec
 import pytest
+from anyio.abc import SocketAttribute
 
 from envs.sandbox.api import Chunk, Exec, Result
 from envs.sandbox.engines.fake import FakeBackend
@@ -20,10 +22,12 @@ from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
     SandboxFileError,
+    SandboxLimitError,
     SandboxLostError,
     SandboxRefusedError,
     SandboxTimeoutError,
 )
+from flash.http.server import HttpAddress
 from tests.envs.sandbox.services import SPEC, TOKEN, running
 
 pytestmark = pytest.mark.anyio
@@ -158,6 +162,56 @@ async def test_files_and_trees(sandbox, tmp_path):
     await sandbox.remove("folder")
     with pytest.raises(SandboxFileError):
         await sandbox.read("folder/a.bin")
+
+
+async def test_a_tree_that_exceeds_a_limit_in_the_middle_is_refused_as_such(sandbox, tmp_path):
+    await sandbox.run("mkdir t; head -c 1000000 /dev/urandom > t/a; truncate -s 1T t/b", timeout=10)
+    with pytest.raises(SandboxLimitError, match="b"):
+        await sandbox.download("t", tmp_path / "down")
+    assert sandbox.state == "ready"
+    assert not (tmp_path / "down").exists()
+
+
+async def test_a_connection_that_breaks_during_a_download_is_no_fault_of_the_files(tmp_path):
+    async with (
+        running(tmp_path, address=HttpAddress(port=0)) as world,
+        world.client.acquire(SPEC) as made,
+        cutting(world.url) as url,
+    ):
+        await made.write("f", b"0" * (4 << 20))
+        async with SandboxClient(url, TOKEN) as client:
+            sandbox = await client.find(made.sandbox_id)
+            with pytest.raises(SandboxLostError, match="the connection to the service broke"):
+                await sandbox.download("f", tmp_path / "down")
+            assert sandbox.state == "ready"
+
+
+@asynccontextmanager
+async def cutting(url):
+    """An address that leads to the service, but cuts each connection in the middle of a tree."""
+
+    async def serve(client):
+        """Pass the bytes of one connection on until one end closes it, or until the client got a megabyte."""
+
+        async def copy(source, sink, most):
+            with suppress(anyio.BrokenResourceError):
+                async for piece in source:
+                    await sink.send(piece)
+                    most -= len(piece)
+                    if most < 0:
+                        break
+            tasks.cancel_scope.cancel()
+
+        host, _, port = url.removeprefix("http://").partition(":")
+        async with client, await anyio.connect_tcp(host, int(port)) as upstream, anyio.create_task_group() as tasks:
+            tasks.start_soon(copy, upstream, client, 1 << 20)
+            tasks.start_soon(copy, client, upstream, math.inf)
+
+    listening = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listening as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        tasks.cancel_scope.cancel()
 
 
 async def test_forks_have_the_files(sandbox):
