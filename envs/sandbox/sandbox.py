@@ -30,7 +30,7 @@ import anyio.to_thread
 
 from envs.sandbox.api import Chunk, Command, FileInfo, Job, OnLost, Result, Session, Snapshot, Spec, State, Terminal
 from envs.sandbox.trees import COPY_BYTES, TreeLimits, pack, unpack
-from flash.errors import SandboxError, SandboxRefusedError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError
 
 MEMORY_BYTES = 1 << 20
 """Largest tree in bytes that is kept in memory while it is transferred; a larger one goes to a temporary file."""
@@ -179,13 +179,20 @@ class Files(Archives):
         Links are copied as links.
 
         Raises:
-            SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link.
-            SandboxLimitError: the source exceeds the limits on size and entries.
-            SandboxError: no temporary file can be written.
+            SandboxRefusedError: the source cannot be read, has an entry that is neither a file, a folder nor a link, or
+                exceeds the limits on size and entries.
+            SandboxFileError: the sandbox cannot have the file or folder `path`.
+            SandboxLimitError: the disk of the sandbox is full.
+            SandboxError: this machine is at fault, for example because no temporary file can be written.
         """
         try:
             with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:
-                await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
+                try:
+                    await _in_thread(partial(pack, Path(source), archive, self.tree_limits))
+                except (SandboxFileError, SandboxLimitError) as error:
+                    # Environments count these two classes as faults of what the policy did in the sandbox. The source
+                    # is not in the sandbox.
+                    raise SandboxRefusedError(str(error)) from error
                 size = archive.tell()
                 archive.seek(0)
                 await self.put_archive(path, _pieces(archive), size)
@@ -200,7 +207,7 @@ class Files(Archives):
             SandboxFileError: `path` cannot be read, or the target cannot be written. A tree is never written over a
                 file or into a folder that has entries; a single file replaces an existing file.
             SandboxLimitError: the tree exceeds the limits, or has devices, pipes or links that lead out of it.
-            SandboxError: the disk of the target is full, or no temporary file can be written.
+            SandboxError: this machine is at fault, for example because its disk is full or it has no descriptor left.
         """
         try:
             with tempfile.SpooledTemporaryFile(MEMORY_BYTES) as archive:

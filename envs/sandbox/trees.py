@@ -32,8 +32,12 @@ HEAD_BYTES = 2048
 """Bytes of an archive that one entry takes beside its content: a header with a long name, and padding."""
 FILE_MEMBER = "."
 """Name of the only member of an archive that holds one file instead of a tree."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors that mean that a disk has no room, or that this process may not write as large a file."""
+MACHINE_FAULTS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE,
+    errno.EROFS, errno.EACCES, errno.EPERM,
+)  # fmt: skip
+"""Numbers of the errors that no content of a tree causes: this machine has no room, descriptor or memory left, or its
+disk fails or may not be used."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 """Flags for opening files for an upload. A pipe that has replaced a file must not block."""
 
@@ -56,7 +60,7 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
         SandboxFileError: the source cannot be read, or has an entry that is neither a file, a folder nor a link; or
             the sink cannot be written.
         SandboxLimitError: the source exceeds the limits.
-        SandboxError: the disk of the sink is full.
+        SandboxError: this machine is at fault (`MACHINE_FAULTS`), for example because the disk of the sink is full.
     """
     try:
         # The end of this block writes the end of the archive, for which the sink may have no room.
@@ -73,10 +77,11 @@ def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
 def _local_error(message: str, error: Exception) -> SandboxError:
     """Return the error of a transfer that failed at a file of this machine.
 
-    Environments count a SandboxFileError as a fault of the policy's files. A full disk of this machine is none.
+    Environments count a SandboxFileError as a fault of the policy's files, and give no reward for them. So a fault of
+    this machine is a plain SandboxError, and only errors such as a name that is too long are left for the other class.
     """
-    full = isinstance(error, OSError) and error.errno in DISK_FULL
-    return SandboxError(message) if full else SandboxFileError(message)
+    at_fault = isinstance(error, OSError) and error.errno in MACHINE_FAULTS
+    return SandboxError(message) if at_fault else SandboxFileError(message)
 
 
 class _Packing:
@@ -156,7 +161,7 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "
     Raises:
         SandboxLimitError: the archive is too large or damaged, names a file or link twice, or tries to leave the tree.
         SandboxFileError: the target exists or cannot be written.
-        SandboxError: the disk of the target is full.
+        SandboxError: this machine is at fault (`MACHINE_FAULTS`), for example because the disk of the target is full.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

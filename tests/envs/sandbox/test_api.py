@@ -14,6 +14,7 @@ from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
 from envs.sandbox.cli import _spec
 from envs.sandbox.text import from_wire, to_wire
+from envs.sandbox.trees import TreeLimits
 from flash.errors import ConfigError, SandboxRefusedError, SandboxTimeoutError
 from tests.envs.sandbox.raw import bare, bearer
 from tests.envs.sandbox.services import SPEC, running
@@ -89,6 +90,37 @@ async def test_a_transfer_that_takes_too_long_is_not_taken_for_a_full_disk(tmp_p
         await Slow().upload(tmp_path / "file", "f")
     with pytest.raises(SandboxTimeoutError, match="waited for it"):
         await Slow().download("f", tmp_path / "new")
+
+
+@pytest.mark.anyio
+async def test_a_source_that_cannot_be_uploaded_is_no_fault_of_the_sandbox(tmp_path):
+    class Small(Dull):
+        tree_limits = TreeLimits(entries=1)
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "full").mkdir()
+    for name in "ab":
+        (tmp_path / "full" / name).touch()
+    for name, fault in (("missing", "No such file"), ("pipe", "neither a file"), ("full", "more than 1 entries")):
+        with pytest.raises(SandboxRefusedError, match=fault):
+            await Small().upload(tmp_path / name, "f")
+
+
+def test_warm_sandboxes_have_an_image_and_a_number():
+    assert _warm("localhost:5000/a:b=2") == (api.Spec(image="localhost:5000/a:b"), 2)
+    for text, fault in (("a b=2", "'a b' cannot be the name of an image"), ("a=-1", "expected IMAGE=NUMBER")):
+        with pytest.raises(ConfigError, match=fault):
+            _warm(text)
+
+
+def test_a_service_keeps_its_id_and_never_begins_with_an_empty_one(tmp_path):
+    first = _service_id(tmp_path)
+    assert first
+    assert _service_id(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["service"]
+    (tmp_path / "service").write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        _service_id(tmp_path)
 
 
 def test_a_command_keeps_bytes_that_are_no_text_on_its_way():

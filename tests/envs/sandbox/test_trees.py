@@ -205,6 +205,36 @@ def test_a_sink_without_room_for_any_part_of_the_archive_is_a_typed_error(tmp_pa
     pack(tmp_path / "file", SmallSink(10240), LIMITS)
 
 
+class FailingFile(io.BytesIO):
+    """A file on a machine where each access fails with one error."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def write(self, data):
+        raise OSError(self.number, os.strerror(self.number))
+
+    def read(self, size=-1):
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_fault_of_this_machine_is_not_taken_for_one_of_the_files(tmp_path, number):
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(SandboxError, match="cannot be uploaded") as up:
+        pack(tmp_path / "file", FailingFile(number), LIMITS)
+    with pytest.raises(SandboxError, match="cannot be written") as down:
+        unpack(FailingFile(number), tmp_path / "target", LIMITS)
+    assert type(up.value) is type(down.value) is SandboxError
+
+
+def test_a_path_that_is_too_long_for_this_machine_is_a_fault_of_the_files(tmp_path):
+    name = "/".join(["n" * 200] * 30)
+    with pytest.raises(SandboxFileError, match="File name too long"):
+        unpack(archive((name, FILE, "")), tmp_path / "target", LIMITS)
+
+
 def test_what_is_too_deep_is_neither_uploaded_nor_taken_out(tmp_path):
     limits = TreeLimits(depth=3)
     (tmp_path / "source" / "a" / "b" / "c").mkdir(parents=True)
