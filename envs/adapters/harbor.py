@@ -4,9 +4,9 @@ Each answer is one or more lines of shell. They run in one shell session, which 
 output is the observation. `submit`, or the last allowed answer, ends the work. Then the tests are copied to /tests and
 run in the same sandbox, as the format prescribes. The reward is the number that they write to /logs/verifier. Earlier
 contents of these two folders are removed first. But the tests run beside everything else that the policy has changed,
-so they are only as hard to deceive as their author made them. If there is no reward file in time, the reward is 0 and
-the note gives the reason. A reward file without a number, or a sandbox that fails, ends the episode with an error and
-without a reward.
+so they are only as hard to deceive as their author made them. If there is no reward file in time, or an empty one, the
+reward is 0 and the note gives the reason. A reward file with something other than finite numbers, tests that cannot be
+read on this machine, or a sandbox that fails, ends the episode with an error and without a reward.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """
         sandbox, _ = await self._sandbox_and_shell(task)
         try:
-            ran, left = await _run_tests(sandbox, task)
+            ran, files = await _run_tests(sandbox, task)
         except (SandboxFileError, SandboxLimitError) as error:
             numbers, note = {}, f"the tests cannot be run: {error}"
         else:
-            numbers = {} if ran.timed_out else _numbers(left, task.name)
+            numbers = {} if ran.timed_out else _numbers(files, task.name, self._options.reward)
             note = f"{how_ended(ran)}: {numbers or f'no number in {REWARDS}'}"
         wanted = self._options.reward
         if numbers and wanted not in numbers:
@@ -184,21 +184,30 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return "", numbers.get(wanted, 0.0), not truncated, truncated, info
 
 
-def _numbers(left: dict[str, str], task: str) -> dict[str, float]:
-    """Return the numbers in the files that the tests left, as Harbor reads them: reward.json before reward.txt.
+def _numbers(files: dict[str, str], task: str, wanted: str) -> dict[str, float]:
+    """Return the numbers in the reward files that the tests left, by name; empty if there is no file or an empty one.
+
+    Of two files only reward.json counts, because it may have several numbers with names.
+
+    Args:
+        files: text of each reward file, by the name of the file.
+        task: name of the task, for the error message.
+        wanted: name of the number that is the reward.
 
     Raises:
         RewardError: a file contains something other than finite numbers.
     """
     for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
-        text = left.get(name, "").strip()
+        text = files.get(name, "").strip()
         if text:
             try:
-                return read(text)
+                numbers = read(text)
             except (ValueError, OverflowError, RecursionError) as error:
                 raise RewardError(
                     f"the tests of {task} left no finite number in {REWARDS}/{name}, but {text[:200]!r}: {error}"
                 ) from error
+            # As in Harbor, a single number is the reward whatever its name, unless the option asks for a name.
+            return {UNNAMED: next(iter(numbers.values()))} if len(numbers) == 1 and wanted == UNNAMED else numbers
     return {}
 
 
@@ -208,10 +217,10 @@ def read_text(text: str) -> dict[str, float]:
 
 
 def read_json(text: str) -> dict[str, float]:
-    """Return the numbers of a reward.json by name; a single one is named `reward`.
+    """Return the numbers of a reward.json by name. A number without a name is named `reward`.
 
     Raises:
-        ValueError: a value is not a finite number.
+        ValueError: there is no number, or a value is not a finite number.
     """
     found: object = json.loads(text)
     table = cast("dict[str, object]", found) if isinstance(found, dict) else {UNNAMED: found}
@@ -220,7 +229,9 @@ def read_json(text: str) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name or UNNAMED} is {value!r:.80}, which is no number")
         numbers[name or UNNAMED] = _finite(float(value))
-    return {UNNAMED: next(iter(numbers.values()))} if len(numbers) == 1 else numbers
+    if not numbers:
+        raise ValueError("there is no number")
+    return numbers
 
 
 def _finite(number: float) -> float:
@@ -231,10 +242,12 @@ def _finite(number: float) -> float:
 
 
 async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
-    """Run the tests of a task. Returns their result, and the text of each reward file that they left.
+    """Run the tests of a task. Returns their result, and the text of each reward file that they left, by its name.
 
     Raises:
-        SandboxError: the tests cannot be put into the sandbox, or cannot be started there.
+        SandboxFileError: the sandbox, as the policy left it, cannot have the tests.
+        SandboxLimitError: the sandbox, as the policy left it, has no room for the tests or their processes.
+        SandboxError: another failure, which is no fault of the policy.
     """
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)
@@ -244,9 +257,9 @@ async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[s
         raise SandboxFileError(f"{REWARDS} cannot be made: {how_ended(made)}")
     await sandbox.upload(task.tests, "/tests")
     ran = await sandbox.run(["bash", "/tests/test.sh"], timeout=task.verifier.timeout_sec, env=task.verifier.env)
-    left: dict[str, str] = {}
+    files: dict[str, str] = {}
     for name in ("reward.txt", "reward.json"):
         with suppress(SandboxFileError):
             data = await sandbox.read(f"{REWARDS}/{name}", limit=LARGEST_REWARD)
-            left[name] = data.decode("utf-8", "replace")
-    return ran, left
+            files[name] = data.decode("utf-8", "replace")
+    return ran, files

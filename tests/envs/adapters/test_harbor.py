@@ -185,6 +185,16 @@ async def test_of_several_numbers_one_is_the_reward_and_all_are_metrics(folder: 
 
 
 @pytest.mark.anyio
+async def test_a_single_number_is_the_reward_under_its_own_name_and_under_none(folder: Path) -> None:
+    provider = Provider(reward={"reward.json": '{"accuracy": 0.75}'})
+    for name in ("accuracy", "reward"):
+        _, (_, reward, _, _, info) = await played(folder, provider, SUBMIT, reward=name)
+        assert (reward, metrics_of(info)[name]) == (0.75, 0.75)
+    with pytest.raises(RewardError, match=r"has no reward 'speed', only accuracy: name one"):
+        await played(folder, provider, SUBMIT, reward="speed")
+
+
+@pytest.mark.anyio
 async def test_the_last_answer_and_limits_of_the_run_are_judged_as_things_are(folder: Path) -> None:
     class Episode:
         turns_left = 0
@@ -307,9 +317,9 @@ def test_a_reward_file_of_text_without_a_finite_number_is_an_error(text: str) ->
     ("text", "numbers"),
     [
         ("1", {"reward": 1}),
-        ('{"accuracy": 0.75}', {"reward": 0.75}),
+        ('{"accuracy": 0.75}', {"accuracy": 0.75}),
+        ('{"": 0.75}', {"reward": 0.75}),
         ('{"reward": 1, "x": 2}', {"reward": 1, "x": 2}),
-        ("{}", {}),
     ],
 )
 def test_a_reward_file_of_json_has_numbers_by_name(text: str, numbers: dict[str, float]) -> None:
@@ -318,7 +328,7 @@ def test_a_reward_file_of_json_has_numbers_by_name(text: str, numbers: dict[str,
 
 @pytest.mark.parametrize(
     "text",
-    [".50", "true", "[1]", "null", '{"a": "1"}', '{"a": true}', '{"a": NaN}', "1e999", "1" * 400, "[" * 60_000],
+    [".50", "true", "[1]", "null", "{}", '{"a": "1"}', '{"a": true}', '{"a": NaN}', "1e999", "1" * 400, "[" * 60_000],
 )
 def test_a_reward_file_of_json_with_anything_but_finite_numbers_is_an_error(text: str) -> None:
     with pytest.raises((ValueError, OverflowError, RecursionError)):
@@ -327,7 +337,8 @@ def test_a_reward_file_of_json_with_anything_but_finite_numbers_is_an_error(text
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("name", "text"), [("reward.txt", "well done"), ("reward.txt", "true"), ("reward.json", "[1]")]
+    ("name", "text"),
+    [("reward.txt", "well done"), ("reward.txt", "true"), ("reward.json", "[1]"), ("reward.json", "{}")],
 )
 async def test_a_reward_that_is_no_number_is_an_error_and_never_a_zero(folder: Path, name: str, text: str) -> None:
     with pytest.raises(RewardError, match=rf"left no finite number in /logs/verifier/{name}, but"):
