@@ -8,7 +8,8 @@ to an empty, garbled, huge, hedging or echoed answer; its grader raises an error
 grader executes an answer as a program; its problems change from one call to the next. Certification searches for faults
 and does not prove that there are none.
 
-With `--write`, the table that ships with Flash (envs/grader_report.json) is written again, for all families.
+With `--write` instead of names, all families are certified, and the results replace the table that ships with Flash
+(envs/grader_report.json).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import anyio
 import msgspec
 
 from envs.workers import TimeLimitError, in_worker, time_limit
+from flash.errors import ConfigError, FlashError
 
 PACKAGE = "reasoning-gym"
 """Name of the package, as pip knows it."""
@@ -169,6 +171,7 @@ def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], gra
 
 def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
     """Return `PROBLEMS` different problems of a family, each with the data set that grades it."""
+    # The package draws problem `n` of a data set with the seed `seed + n`, so these data sets have no seed in common.
     made = [make(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
     return [(grader, grader[number]) for number, grader in enumerate(made)]
 
@@ -218,22 +221,34 @@ async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
 
 
 async def main(arguments: list[str]) -> None:
-    """Certify the families named in `arguments`, or all, and print the results. `--write` writes the table again."""
-    names = [name for name in arguments if name != "--write"] or families()
+    """Certify the families named in `arguments`, or all of them, and print the results.
+
+    If the only argument is `--write`, the results of all families replace the table that ships with Flash.
+
+    Raises:
+        ConfigError: an argument is no family, or `--write` was given together with names.
+    """
+    known = await in_worker(CERTIFY_S, families)  # in a worker, because the import takes seconds
+    writes = "--write" in arguments
+    names = [name for name in arguments if name != "--write"]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no family {unknown[0]!r}; expected --write, or any of {', '.join(known)}")
+    if writes and names:
+        raise ConfigError("--write makes the table of all families: give it without names")
     reports: list[GraderReport] = []
-    for name in names:
+    for name in names or known:
         reports.append(await certified(name, {}))
         sys.stdout.write(f"{name}: {'; '.join(reports[-1].refused) or 'certified'}\n")
         sys.stdout.flush()
     refused = sum(bool(report.refused) for report in reports)
     sys.stdout.write(f"{len(reports)} families, {len(reports) - refused} certified, {refused} refused\n")
-    if "--write" in arguments:
+    if writes:
         table = msgspec.json.format(msgspec.json.encode(Reports(version(PACKAGE), reports)), indent=1)
         TABLE.write_bytes(table + b"\n")
 
 
 def families() -> list[str]:
-    """Return the names of all families of the package."""
+    """Return the names of all families of the package. Runs in a worker process."""
     library()
     return sorted(importlib.import_module("reasoning_gym.factory").DATASETS.keys() - {NOT_A_FAMILY})
 
@@ -241,4 +256,7 @@ def families() -> list[str]:
 if __name__ == "__main__":
     from envs import grader_report  # worker processes import the module by this name, not as `__main__`
 
-    anyio.run(grader_report.main, sys.argv[1:])
+    try:
+        anyio.run(grader_report.main, sys.argv[1:])
+    except FlashError as error:
+        sys.exit(f"error: {error}")

@@ -194,6 +194,18 @@ async def test_real_problems_are_shown_and_judged_in_workers() -> None:
 
 @pytest.mark.integration
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--help"], "there is no family '--help'"), (["--write", "gcd"], "give it without names")]
+)
+async def test_wrong_words_certify_nothing_and_leave_the_table(words: list[str], message: str) -> None:
+    before = grader_report.TABLE.read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        await grader_report.main(words)
+    assert grader_report.TABLE.read_bytes() == before
+
+
+@pytest.mark.integration
+@pytest.mark.anyio
 async def test_the_table_says_what_is_found_out_now() -> None:
     kept = {report.family: report for report in read_reports().families}
     for family in ("chain_sum", "complex_arithmetic", "prime_factorization", "zebra_puzzles"):
