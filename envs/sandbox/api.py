@@ -32,6 +32,8 @@ Command = str | Sequence[str]
 
 MAX_COMMAND = 1 << 20
 """Longest command, or word of a command, that the service decodes, in characters."""
+STREAM_INPUT = 1 << 16
+"""Most bytes of standard input that `stream` takes, because they travel to the sandbox in one message."""
 MAX_TIMEOUT_S = 86_400.0
 """Longest timeout of a command, in seconds."""
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]

@@ -22,8 +22,6 @@ import anyio
 from flash.errors import ConfigError, FlashError, SandboxRefusedError
 from flash.text import harmless, one_line
 
-MAX_INPUT = 16 << 20
-"""Most bytes of standard input that `run` accepts."""
 SILENCE_S = 2.0
 """Seconds without any input after which `run` prints what it waits for."""
 
@@ -37,12 +35,14 @@ async def standard_input() -> bytes:
     """Read the standard input to its end. Returns no bytes if it is a terminal.
 
     Raises:
-        SandboxRefusedError: the input is too long.
+        SandboxRefusedError: the input has more than `STREAM_INPUT` bytes.
     """
+    from envs.sandbox.api import STREAM_INPUT
+
     if sys.stdin is None or sys.stdin.isatty():
         return b""
     data, silence_s = bytearray(), SILENCE_S
-    while len(data) <= MAX_INPUT:
+    while len(data) <= STREAM_INPUT:
         with anyio.move_on_after(silence_s) as silence:
             # A regular file cannot be polled (PermissionError), and can always be read.
             with suppress(PermissionError):
@@ -56,7 +56,8 @@ async def standard_input() -> bytes:
             return bytes(data)
         data += piece
     raise SandboxRefusedError(
-        f"the standard input has more than {MAX_INPUT} bytes; write it to a file of the sandbox, and run it with --in"
+        f"the standard input has more than {STREAM_INPUT} bytes; write it to a file of a sandbox from Python, and run "
+        "the command with --in"
     )
 
 

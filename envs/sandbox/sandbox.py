@@ -78,6 +78,10 @@ class Commands:
 
         The last item is the `Result`, without output. Leaving the loop early kills the command. Close the iterator
         (`contextlib.aclosing`) to kill it at once.
+
+        Raises:
+            SandboxLimitError: `stdin` has more than `STREAM_INPUT` bytes.
+            SandboxError: the errors of `run`.
         """
         raise _refused(self, "stream")
 

@@ -23,6 +23,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import (
+    STREAM_INPUT,
     Chunk,
     Command,
     FileInfo,
@@ -161,11 +162,11 @@ class AgentSandbox(Sandbox):
         The end of the loop, also an early one, ends the call, and the agent then kills the command.
 
         Raises:
-            SandboxLimitError: more than `PIECE` bytes of input.
+            SandboxLimitError: more than `STREAM_INPUT` bytes of input.
         """
         check_timeout(timeout)
-        if len(stdin) > PIECE:
-            raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
+        if len(stdin) > STREAM_INPUT:
+            raise SandboxLimitError(f"a stream takes {STREAM_INPUT} bytes of input; write more to a file")
         deadline = anyio.current_time() + max(timeout, patience or 0.0) + ANSWER_SECONDS
         argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
         argument |= {"stdin": stdin, "stream": True, "credit": OUTPUT_WINDOW}

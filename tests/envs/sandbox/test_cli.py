@@ -13,7 +13,7 @@ from uuid import uuid4
 import anyio
 import pytest
 
-from envs.sandbox.api import Spec
+from envs.sandbox.api import STREAM_INPUT, Spec
 from envs.sandbox.cli import FAILED, SILENCE_S
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
@@ -103,6 +103,16 @@ async def test_what_is_piped_into_a_run_is_the_input_of_its_command(place):
         line = f"printf 'a b\\n' | {sys.executable} -m flash sandbox run {where} 'read x y; echo $y$x'"
         done = await anyio.run_process(["bash", "-c", line])
         assert (done.stdout, done.stderr) == (b"ba\n", b"")
+        line = f"head -c {STREAM_INPUT} /dev/zero | {sys.executable} -m flash sandbox run {where} 'wc -c'"
+        done = await anyio.run_process(["bash", "-c", line])
+        assert (done.stdout, done.stderr) == (b"%d\n" % STREAM_INPUT, b"")
+
+
+async def test_an_input_that_is_too_long_is_refused_before_the_service_is_asked(tmp_path):
+    command = run_command(tmp_path, "--url", "unix:/no/such/socket", "cat")
+    done = await anyio.run_process(command, input=b"0" * (STREAM_INPUT + 1), check=False)
+    assert has_no_result(done.returncode, done.stdout, done.stderr)
+    assert b"the standard input has more than 65536 bytes" in done.stderr
 
 
 async def test_an_input_that_pauses_is_reported_once():
