@@ -366,13 +366,23 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
 
 
 def _service_id(state: Path) -> str:
-    """Return the id of the service, which stays the same after each start with this state folder."""
+    """Return the id of the service, which stays the same after each start with this state folder.
+
+    Raises:
+        ConfigError: the file of the id is empty.
+    """
     from uuid import uuid4
 
     path = state / "service"
     if not path.exists():
-        path.write_text(uuid4().hex)
-    return path.read_text().strip()
+        # Moved to its place when it is complete. A service that is killed here, or whose disk is full, would otherwise
+        # begin again with an empty id, and two of them would remove each other's sandboxes.
+        new = state / "service.new"
+        new.write_text(uuid4().hex)
+        new.replace(path)
+    if not (found := path.read_text().strip()):
+        raise ConfigError(f"{path} is empty, and should hold the id of the service; remove it to get a new one")
+    return found
 
 
 def _named_service(text: str) -> tuple[str, str, str]:
@@ -386,12 +396,18 @@ def _named_service(text: str) -> tuple[str, str, str]:
 
 def _warm(text: str) -> tuple[Spec, int]:
     """Return the spec and the number of sandboxes of `--warm`. Raises ConfigError for another form."""
+    import msgspec
+
     from envs.sandbox.api import Spec
 
     image, _, number = text.rpartition("=")
     if not image or not number.isdecimal():
         raise ConfigError(f"--warm {text!r}: expected IMAGE=NUMBER")
-    return Spec(image=image), int(number)
+    try:
+        # The constructor of a struct checks nothing. The engine would refuse a wrong name again and again.
+        return msgspec.convert({"image": image}, Spec), int(number)
+    except msgspec.ValidationError:
+        raise ConfigError(f"--warm {text!r}: {image!r} cannot be the name of an image") from None
 
 
 def parse_address(listen: str, certificate: Path | None, key: Path | None) -> HttpAddress:

@@ -12,7 +12,7 @@ import pytest
 
 from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
-from envs.sandbox.cli import _spec
+from envs.sandbox.cli import _service_id, _spec, _warm
 from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits
 from flash.errors import ConfigError, SandboxRefusedError, SandboxTimeoutError
