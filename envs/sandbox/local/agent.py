@@ -297,8 +297,9 @@ class AgentSandbox(Sandbox):
         async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
             while not isinstance(piece := await call.next(), msgspec.Raw):
                 batch = decode(piece[1], list[_Entry])
-                # A program of the sandbox may have replaced the agent. Callers join these names to paths of their own.
-                if any(b"/" in name or b"\0" in name for name, *_ in batch):
+                # A program of the sandbox may have replaced the agent. Callers join these names to paths of their own,
+                # and must not leave the folder.
+                if any(name in (b"", b".", b"..") or b"/" in name or b"\0" in name for name, *_ in batch):
                     raise SandboxLostError(f"{path}: the agent sent a name that no file can have")
                 entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
         return entries

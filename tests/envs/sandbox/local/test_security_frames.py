@@ -129,7 +129,7 @@ class Hostile(AgentSandbox):
         return self._channel
 
 
-@pytest.mark.parametrize("name", [b"../../x", b"/etc/passwd", b"a/b", b"a\0b"])
+@pytest.mark.parametrize("name", [b"../../x", b"/etc/passwd", b"a/b", b"a\0b", b"..", b".", b""])
 async def test_names_that_no_file_can_have_are_not_passed_on(name):
     entry = [name, "file", 1, 0o644, 0.0]
     channel = Channel(Scripted(says(1, CHUNK, ["list", [entry]]) + says(1, RESULT, None)))
