@@ -343,6 +343,9 @@ def test_what_a_call_returned_is_compared_by_value(found, expected, same):
         ("a\nb", "\na \r\nb  \n\n", True),
         ("", "\n", True),
         ("a\n\nb", "a\nb", False),
+        ("  \n\t\n 5 \n \n", "5", True),
+        ("  \n *\n***", "*\n***", False),
+        ("?", "\ud800", True),
     ],
 )
 def test_what_a_program_printed_is_compared_by_lines_and_numbers_by_value(found, expected, same):
