@@ -121,8 +121,10 @@ def check(spec: Spec) -> ProfileSettings:
             f"at most {most}, not {spec.disk_mib}"
         )
     for name, value in spec.env.items():
-        if not name or "=" in name or "\0" in name + value:
+        if not name or "=" in name or "\0" in name:
             raise SandboxRefusedError(f"{name!r} cannot be the name of an environment variable")
+        if "\0" in value:
+            raise SandboxRefusedError(f"the environment variable {name!r} has a zero byte, which no value may have")
     return profile
 
 
