@@ -218,7 +218,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         for name, text in task.files.items():
             path = anyio.Path(folder, name)
             await path.parent.mkdir(parents=True, exist_ok=True)
-            await path.write_text(text)
+            await path.write_bytes(text.encode())  # as `_borrowed` does, whatever the locale of this machine is
 
     # -- observations ------------------------------------------------------------------------------------------------
 
