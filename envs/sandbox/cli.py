@@ -262,7 +262,7 @@ def _failed(arguments: argparse.Namespace, error: FlashError) -> int:
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
-    """Return the spec that the options of a command describe.
+    """Return the spec that the options of the action `run` or `doctor` describe.
 
     Raises:
         ConfigError: an option has a value that no spec may have.

@@ -119,7 +119,8 @@ class Command:
         Args:
             agent: the `BoxAgent`.
             reply: function `(kind, body)` that sends the host a frame of the command's call.
-            request: argument of the operation, with `command` or `argv` or `function`, and options such as `timeout`.
+            request: argument of the operation. It has `command`, `argv` or `function` (a worker's), and `limit`, the
+                bytes to keep of each output stream. The fields below explain its options, such as `timeout`.
         """
         self.agent = agent
         self.reply = reply
@@ -130,7 +131,7 @@ class Command:
         self.streaming = request.get("stream", False)
         """True if output is sent while it is written. Otherwise it is kept, and sent with the result."""
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
-        """Kept output by stream."""
+        """Kept output by stream: the first and the last bytes, at most `limit` together."""
         self.credit = request.get("credit", 0)
         """Bytes of streamed output that the host still accepts."""
         self.pipes = {}
@@ -149,8 +150,10 @@ class Command:
         """Timer for the next step of the command's end: `expire`, `kill` or `reaped`."""
         self.stopping = None
         """Time at which the command was first asked to stop; None until then."""
+        # What earlier commands left behind could tamper with a program. A worker runs only code of the agent.
         if "function" not in request:
             end_leftovers(agent)
+        # Only now, so that the command does not pay for the end of others.
         self.started = self.measured = now()
         """Times of the start and of the last measurement."""
         self.timeout = request.get("timeout")
@@ -166,6 +169,8 @@ class Command:
         self.oom_before = agent.oom.read()
         """Number of processes that the kernel had killed for lack of memory when the command began."""
         self.start(request)
+        # `BoxAgent.reap` finds the command by its first process. The command stays active until its result is complete,
+        # which may be later than the end of that process.
         agent.children[self.pid] = self
         agent.active.add(self)
         if self.timeout is not None:

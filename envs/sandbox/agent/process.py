@@ -269,7 +269,8 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
 def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
     """Return the file that a shell would run for this name, with PATH from `env`; None if there is none.
 
-    A name with a slash is a path. It is returned if the file exists, also if nobody may run it: exec then reports why.
+    A name with a slash is a path, relative to `cwd`, the folder where the program starts. It is returned if the file
+    exists, also if nobody may run it: exec then reports why.
     """
     if "/" in name:
         return name if os.path.exists(os.path.join(cwd, name)) else None
@@ -302,7 +303,8 @@ def unreadable_copy(path: str) -> int:
         # A script cannot be run without read permission: its interpreter opens it.
         if content[:4] != b"\x7fELF":
             return -1
-        os.write(writing, content)
+        if os.write(writing, content) < len(content):
+            return -1  # Memory has run out. A part of the program must not be run.
         # A file that is open for writing cannot be run, so `writing` is closed below.
         reading = os.open("/proc/self/fd/{}".format(writing), os.O_RDONLY | os.O_CLOEXEC)
         os.fchmod(writing, 0o111)

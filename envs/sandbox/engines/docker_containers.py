@@ -241,9 +241,9 @@ class DockerContainers:
         """Return True if the container has ended although its engine reports it as running.
 
         Podman reports a container as running until its monitor reports its end, also if the monitor was killed together
-        with the container. But to send a signal, Podman asks the runtime. So a harmless signal is sent. The status
-        `HTTP_CONFLICT` says that the container does not run. Another failure proves nothing, because the runtime also
-        fails on an overloaded machine. Then /proc decides, if this machine's /proc shows the engine's processes.
+        with the container. But to send a signal, Podman asks the runtime. So a harmless signal is sent. If that fails,
+        this machine's /proc decides, if it shows the engine's processes. If it does not, only the status
+        `HTTP_CONFLICT` counts as the end, because the runtime also fails on an overloaded machine.
 
         Args:
             container_id: id of the container.
@@ -256,9 +256,10 @@ class DockerContainers:
         except SandboxLostError as error:
             status = status_of(error)
             if status not in (HTTP_CONFLICT, HTTP_FAILED):
-                return False
+                return False  # The engine did not answer, or does not know the container: the runtime was not asked.
         if not (await self._is_here() and await anyio.to_thread.run_sync(self._shares_processes)):
             return status == HTTP_CONFLICT
+        # Also after `HTTP_CONFLICT`: a container that was paused meanwhile refuses the signal, and lives.
         try:
             # The command line is empty if the process has ended and its parent has not waited for it.
             return not await anyio.Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -144,12 +144,18 @@ class DockerImages:
         return max(0, int(image.get("Size") or 0) - int(origin.get("Size") or 0))
 
     async def make(self, archive: Path, name: str) -> None:
-        """Import a tar archive of a root file system as an image."""
+        """Import a tar archive of a root file system as an image.
+
+        Args:
+            archive: path of the archive on this machine, which is sent to the engine in pieces.
+            name: name of the image, REPOSITORY or REPOSITORY:TAG; without a registry, whose port has a colon too.
+        """
         repository, _, tag = name.partition(":")
         await self._api.json(
             "images/create",
             SandboxError,
             method="POST",
+            # "-": the archive is the body of the request. Otherwise the engine would download it.
             params={"fromSrc": "-", "repo": repository, "tag": tag or "latest"},
             data=_pieces_of(archive),
             headers={"Content-Type": "application/x-tar"},

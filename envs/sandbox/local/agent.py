@@ -326,9 +326,10 @@ class AgentSandbox(Sandbox):
         return self.send_tree(path, limits.total, HEAD_BYTES * limits.entries)
 
     async def restore(self, channel: Channel, workdir: str) -> None:
-        """Fill the working directory with the files of the snapshot, if the image stores them separately.
+        """Fill the working directory with the files of the snapshot, if the image has an archive of them.
 
-        The sandbox is not ready yet. `channel()` would wait for that, so the channel is an argument.
+        `workdir` is the path of the working directory. The sandbox is not ready yet. `channel()` would wait for that,
+        so the channel is an argument. Raises the errors of `_work`.
         """
         await self._work(channel, "restore", workdir)
 

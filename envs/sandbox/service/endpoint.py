@@ -220,15 +220,21 @@ class _Dispatcher:
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
         """Return the answer of an endpoint. None: the client has disconnected.
 
-        Every exception becomes a problem; one that is not expected is logged, and ends only this request.
+        Every exception becomes a problem; one that is not expected is logged, and ends only this request. A `Response`
+        that the handler returns is sent later, and handles its own errors.
         """
         try:
             call, arguments = ApiCall(self._service, request), _query(endpoint, request)
             arguments |= await _body(endpoint, request)
             if isinstance(endpoint.body, str):
+                # The handler reads the body itself, and notices a disconnection there. `_unless_left` would take the
+                # messages of the body away from it.
                 result = await endpoint.handler(call, **arguments)
             else:
                 result = await _unless_left(request, partial(endpoint.handler, call, **arguments))
+            if result is _LEFT:
+                return None
+            return result if isinstance(result, Response) else encoded(request, result, endpoint.status)
         except ClientDisconnect:
             return None
         except HTTPException as error:
@@ -241,9 +247,6 @@ class _Dispatcher:
         except Exception:  # the boundary of a request: a bug ends this request, not the service
             _log.exception("%s %r failed", request.method, request.scope["path"])
             return problem_response(ProblemError(500, "the service failed; its log says why").problem)
-        if result is _LEFT:
-            return None
-        return result if isinstance(result, Response) else encoded(request, result, endpoint.status)
 
 
 async def _unless_left(request: Request, handler: Handler) -> Any:
@@ -390,13 +393,14 @@ def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[s
 
 
 def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
-    """Return the part `content` of the OpenAPI description of a body or an answer, which is a struct or a media type.
+    """Return the part `content` of the OpenAPI description of a body or an answer; empty if there is none.
 
-    `schema_of` has the schema of each struct by its `_key`. Without a body, the part is left out.
+    `kind` is its struct, its media type, or None. `schema_of` has the schema of each struct by its `_key`.
     """
     if kind is None:
         return {}
     if isinstance(kind, str):
+        # Answers in NDJSON are streams, and each of their lines is a `StreamLine`.
         schema = schema_of[_key(StreamLine)] if "ndjson" in kind else {"type": "string", "format": "binary"}
         return {"content": {kind: {"schema": schema}}}
     schema = schema_of[_key(kind)]
