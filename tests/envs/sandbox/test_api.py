@@ -13,6 +13,7 @@ import pytest
 from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
 from envs.sandbox.cli import _service_id, _spec, _warm
+from envs.sandbox.engines import profiles
 from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits
 from flash.errors import ConfigError, SandboxRefusedError, SandboxTimeoutError
@@ -104,6 +105,12 @@ async def test_a_source_that_cannot_be_uploaded_is_no_fault_of_the_sandbox(tmp_p
     for name, fault in (("missing", "No such file"), ("pipe", "neither a file"), ("full", "more than 1 entries")):
         with pytest.raises(SandboxRefusedError, match=fault):
             await Small().upload(tmp_path / name, "f")
+
+
+def test_a_wrong_variable_is_refused_with_its_fault():
+    for env, fault in (({"a=b": ""}, "'a=b' cannot be the name"), ({"A": "x\0"}, "'A' has a zero byte")):
+        with pytest.raises(SandboxRefusedError, match=fault):
+            profiles.check(api.Spec(image="any", env=env))
 
 
 def test_warm_sandboxes_have_an_image_and_a_number():
