@@ -59,8 +59,17 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("passage", "results", "timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, but is {getattr(self, name)!r}")
-        if not any(Path(self.folder).rglob(self.pattern)):
+        try:
+            found = _files(self)
+        except (NotImplementedError, ValueError) as error:  # the errors of `rglob`
+            raise ConfigError(f"pattern {self.pattern!r} is no pattern of files' names: {error}") from None
+        if not found:
             raise ConfigError(f"there are no files {self.pattern} in {self.folder}")
+
+
+def _files(options: SearchOptions) -> list[Path]:
+    """Return the files with the texts, in the order of their paths. A folder whose name fits is no file."""
+    return sorted(path for path in Path(options.folder).rglob(options.pattern) if path.is_file())
 
 
 class Passage(msgspec.Struct, frozen=True):
@@ -157,7 +166,7 @@ def passages(options: SearchOptions) -> list[Passage]:
     """
     found: list[Passage] = []
     root = Path(options.folder)
-    for path in sorted(root.rglob(options.pattern)):
+    for path in _files(options):
         name, text = str(path.relative_to(root)), ""
         for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8", errors="replace")):
             text += f"\n\n{paragraph.strip()}" if text else paragraph.strip()

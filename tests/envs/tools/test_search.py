@@ -54,6 +54,8 @@ def test_files_are_divided_into_passages_at_paragraphs(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("no")
     options = SearchOptions(folder=str(tmp_path), passage=9)
     assert passages(options) == [Passage("deep/b.txt", "one\n\ntwo two"), Passage("deep/b.txt", "three")]
+    everything = SearchOptions(folder=str(tmp_path), pattern="*")
+    assert [passage.path for passage in passages(everything)] == ["deep/b.txt", "other.md"]
 
 
 @pytest.mark.anyio
@@ -71,5 +73,8 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there are no files \*\.txt in"):
         SearchOptions(folder=str(tmp_path))
     (tmp_path / "a.txt").write_text(str(random.Random(1).random()))
+    for pattern in ("/a.txt", "", "["):
+        with pytest.raises(ConfigError, match=r"is no pattern of files' names|there are no files"):
+            SearchOptions(folder=str(tmp_path), pattern=pattern)
     with pytest.raises(ConfigError, match="passage must be above 0"):
         SearchOptions(folder=str(tmp_path), passage=0)
