@@ -18,7 +18,7 @@ import msgspec
 
 from envs.data.split import Split, divide
 from flash.environment import Info, StepResult, shared
-from flash.errors import EnvError
+from flash.errors import DECODE_ERRORS, EnvError
 
 SERVER = "envs/adapters/verifiers_server"
 """Path of the server, which runs in the Python environment of `verifiers`."""
@@ -107,7 +107,7 @@ async def _open(options: VerifiersOptions) -> AsyncGenerator[tuple[httpx.AsyncCl
     async with httpx.AsyncClient(base_url=options.url, timeout=None, limits=limits, trust_env=False) as client:
         try:
             names = msgspec.json.decode((await client.get("/tasks")).raise_for_status().content, type=list[str])
-        except (httpx.HTTPError, msgspec.DecodeError, RecursionError) as error:
+        except (httpx.HTTPError, *DECODE_ERRORS) as error:
             raise EnvError(f"there are no tasks of verifiers at {options.url} ({error}): see {SERVER}") from error
         tasks = [_Task(name, number) for number, name in enumerate(names)]
         yield client, divide(tasks, None, options.held_out_fraction, options.url)

@@ -26,7 +26,7 @@ import anyio.to_thread
 import msgspec
 
 from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
-from flash.errors import ConfigError
+from flash.errors import DECODE_ERRORS, ConfigError
 
 _T = TypeVar("_T")
 
@@ -185,7 +185,7 @@ class SqliteTable(Generic[_T]):
         """
         found: list[_T] = []
         for (row,) in await self._journal.run(f"SELECT entry FROM {self._name} ORDER BY rowid"):
-            with suppress(msgspec.DecodeError):
+            with suppress(*DECODE_ERRORS):
                 found.append(msgspec.json.decode(row, type=self._kind))
         return found
 

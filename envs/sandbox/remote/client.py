@@ -70,6 +70,7 @@ from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.tokens import ADMIN, read_tokens
 from envs.sandbox.trees import COPY_BYTES, HEAD_BYTES, TreeLimits
 from flash.errors import (
+    DECODE_ERRORS,
     ConfigError,
     SandboxBusyError,
     SandboxClosedError,
@@ -415,7 +416,7 @@ class RemoteSandbox(Sandbox):
                         case _:
                             pass  # `Alive`, which only keeps the connection from being silent.
             raise SandboxLostError(f"the stream of {self.path} ended without a result")
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except (httpx.HTTPError, *DECODE_ERRORS) as error:
             await self._record_end_after_loss()
             raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         except SandboxLostError:

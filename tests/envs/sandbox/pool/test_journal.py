@@ -38,6 +38,15 @@ async def test_the_journal_remembers_and_forgets(tmp_path):
     journal.close()
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("row", [b"{}", b'{"lease": "\xff', b'{"lease": "\xff"}', b"[" * 100_000])
+async def test_a_row_that_cannot_be_read_is_skipped(tmp_path, row):
+    journal = SqliteJournal(tmp_path / "j")
+    await journal.run("INSERT INTO leases VALUES (?, ?)", "a", row)
+    assert await journal.leases.load() == []
+    journal.close()
+
+
 def test_what_is_no_journal_is_refused(tmp_path):
     (tmp_path / "j").write_bytes(b"something else" * 100)
     for path in (tmp_path / "j", tmp_path / "missing" / "j"):
