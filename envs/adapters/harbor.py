@@ -22,12 +22,21 @@ import anyio.to_thread
 from envs.adapters.harbor_tasks import HarborTask, load_tasks
 from envs.data.split import Split
 from envs.judging.judge import shared_judge
-from envs.sandbox.api import Result, Session, Spec
+from envs.judging.tests import run_fairly
+from envs.sandbox.api import Result, Session, Spec, check_command
+from envs.sandbox.engines import profiles
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.text import how_ended
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
 from flash.environment import Info, StepResult
-from flash.errors import ConfigError, RewardError, SandboxFileError, SandboxLimitError
+from flash.errors import (
+    ConfigError,
+    RewardError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 from flash.types import Observation
 
 REWARDS = "/logs/verifier"
@@ -113,7 +122,13 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         Raises:
             ConfigError: an option or a file is invalid. The message names the fault and what was expected.
         """
-        options.tasks()
+        tasks = options.tasks()
+        for task in (*tasks.train, *tasks.held_out):
+            try:
+                profiles.check(options.spec_of(task))
+                check_command(["bash"], task.verifier.timeout_sec, None, task.verifier.env)
+            except SandboxRefusedError as error:
+                raise ConfigError(f"no sandbox can be given for {task.tests.parent}: {error}") from error
 
     @classmethod
     async def prepare(cls, options: HarborOptions) -> None:
@@ -163,7 +178,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """Run the tests in the current state of the sandbox, and return the last step of the episode.
 
         Background processes of the policy keep running. Tests that are stopped at their timeout give no reward, also if
-        they have left a number.
+        they have left a number. Time in which they had no CPU does not count.
 
         Raises:
             RewardError: the tests left something other than finite numbers, or not the one that `reward` names.
@@ -252,11 +267,13 @@ async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[s
     for path in ("/tests", REWARDS):
         await sandbox.remove(path)
     # The format promises both folders to the tests.
-    made = await sandbox.run(["mkdir", "-p", REWARDS, "/logs/agent"], timeout=SETUP_S)
+    made = await run_fairly(sandbox, ["mkdir", "-p", REWARDS, "/logs/agent"], SETUP_S)
+    if made.timed_out:
+        raise SandboxTimeoutError(f"{REWARDS} was not made within {SETUP_S:g} s: is this machine overloaded?")
     if not made.ok:
         raise SandboxFileError(f"{REWARDS} cannot be made: {how_ended(made)}")
     await sandbox.upload(task.tests, "/tests")
-    ran = await sandbox.run(["bash", "/tests/test.sh"], timeout=task.verifier.timeout_sec, env=task.verifier.env)
+    ran = await run_fairly(sandbox, ["bash", "/tests/test.sh"], task.verifier.timeout_sec, env=task.verifier.env)
     files: dict[str, str] = {}
     for name in ("reward.txt", "reward.json"):
         with suppress(SandboxFileError):

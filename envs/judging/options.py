@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from envs.judging.calls import CALL_PYTHON
 from envs.judging.programs import CHOOSER
-from envs.sandbox.api import Spec
+from envs.sandbox.api import MAX_TIMEOUT_S, Spec
 from envs.sandbox.open import Location, check_location
 from flash.config.objects import check_options
 from flash.errors import ConfigError
@@ -26,6 +26,10 @@ _Words = Annotated[tuple[str, ...], Meta(min_length=1)]
 """A command as a program and its arguments."""
 _Seconds = Annotated[float, Meta(gt=0)]
 """A positive number of seconds."""
+COMPILE_FACTOR = 3
+"""Time for compiling, in multiples of the timeout of a test."""
+_TestSeconds = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S / COMPILE_FACTOR)]
+"""Timeout of a test. A sandbox would refuse a longer one for each answer, and compiling takes a multiple of it."""
 
 
 class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +124,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Tests, which run in this order."""
     language: str
     """Name of the program's language: a key of `LANGUAGES`, or of the option `languages`."""
-    timeout: _Seconds | None = None
+    timeout: _TestSeconds | None = None
     """Seconds for each test. None: the timeout of `JudgingLimits`."""
     memory_mib: Annotated[int, Meta(ge=16)] | None = None
     """Memory in MiB. None: the memory of `JudgingLimits`."""
@@ -129,7 +133,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a program."""
 
-    timeout: _Seconds = 5.0
+    timeout: _TestSeconds = 5.0
     """Seconds for one test; compiling may take three times as long. Time in which the program was ready to run but had
     no CPU does not count, up to a total of thirty times the timeout."""
     total: _Seconds = 30.0

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import anyio.to_thread
 import msgspec
 
 from envs.judging.calls import printed_this, provided_names, question, returned_this
-from envs.judging.options import MARK, JudgingLimits, Language, Suite, SuiteCase
+from envs.judging.options import COMPILE_FACTOR, MARK, JudgingLimits, Language, Suite, SuiteCase
 from envs.judging.programs import Found, question_of
-from envs.sandbox.api import Result
+from envs.sandbox.api import MAX_TIMEOUT_S, Result
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
 
@@ -122,7 +122,7 @@ async def choose_program(
     prints = any(case.stdout for case in suite.tests)
     reads = any(case.stdin for case in suite.tests)
     asked = question_of(found, calls, provided_names() if calls else [], prints=prints, reads=reads)
-    result = await _run(sandbox, language.choose, limits.timeout, asked)
+    result = await run_fairly(sandbox, language.choose, limits.timeout, asked)
     if not result.ok or result.stdout_truncated:
         return first  # the chooser failed on these texts or ran out of time, which is no fault of the sandbox
     # msgspec would refuse a lone surrogate, which an answer may contain.
@@ -146,7 +146,7 @@ async def run_tests(
     # nothing in the sandbox decides about a test.
     await sandbox.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
     if language.compile is not None:
-        built = await _run(sandbox, language.compile, 3 * limits.timeout)
+        built = await run_fairly(sandbox, language.compile, COMPILE_FACTOR * limits.timeout)
         if not built.ok:
             return SuiteVerdict(0, total, "compile", _shown(built.stderr or built.stdout))
     outcomes = await run_cases(sandbox, language, suite.tests, limits, every=every)
@@ -200,14 +200,14 @@ async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeo
         assert language.test is not None
         mark = secrets.token_hex(16)
         source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
-        result = await _run(sandbox, language.test, timeout, source.encode("utf-8", "replace"))
+        result = await run_fairly(sandbox, language.test, timeout, source.encode("utf-8", "replace"))
         right = result.stdout.rstrip().rpartition(b"\n")[2] == mark.encode()
     elif case.call is not None:
         assert language.call is not None
-        result = await _run(sandbox, language.call, timeout, question(case.call, case.args))
+        result = await run_fairly(sandbox, language.call, timeout, question(case.call, case.args))
         right = returned_this(result.stdout, case.returns)
     else:
-        result = await _run(sandbox, language.run, timeout, case.stdin.encode("utf-8", "replace"))
+        result = await run_fairly(sandbox, language.run, timeout, case.stdin.encode("utf-8", "replace"))
         expected = case.stdout or ""
         if len(result.stdout) > LONG:
             right = await anyio.to_thread.run_sync(printed_this, result.stdout, expected, abandon_on_cancel=True)
@@ -216,15 +216,23 @@ async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeo
     return CaseOutcome(*_cause(result, right), result.wall_s - result.waited_s)
 
 
-async def _run(sandbox: Sandbox, command: Sequence[str], timeout: float, stdin: bytes = b"") -> Result:
+async def run_fairly(
+    sandbox: Sandbox,
+    command: Sequence[str],
+    timeout: float,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+) -> Result:
     """Run a command for `timeout` seconds, without the time in which other processes kept it from a CPU.
+
+    `stdin` is its input, and `env` has variables in addition to the sandbox's own.
 
     Raises:
         SandboxTimeoutError: the command was killed before it had used that time.
         SandboxError: the sandbox failed.
     """
-    patience = PATIENCE * timeout
-    result = await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin)
+    patience = min(PATIENCE * timeout, MAX_TIMEOUT_S)  # a sandbox refuses a longer time
+    result = await sandbox.run(command, timeout=timeout, patience=patience, stdin=stdin, env=env)
     # It was killed after `patience` seconds on the clock, and not after `timeout` seconds of its own.
     if result.timed_out and result.waited_s > patience - timeout:
         raise SandboxTimeoutError(

@@ -22,7 +22,15 @@ from envs.sandbox.api import Result, Spec
 from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Environment, Informed, Prepared, StepResult, sharing
 from flash.environment.results import check_step_result, metrics_of, note_of
-from flash.errors import ConfigError, EnvError, RewardError, SandboxFileError, SandboxLimitError, SandboxLostError
+from flash.errors import (
+    ConfigError,
+    EnvError,
+    RewardError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxTimeoutError,
+)
 from flash.types import Message
 from tests.envs.adapters.harbor_folder import write_task
 from tests.envs.sandboxes import ScriptedProvider, ScriptedSandbox, result
@@ -228,6 +236,19 @@ async def test_a_sandbox_that_is_lost_is_an_error_and_never_a_reward(folder: Pat
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "sandbox",
+    [
+        {"made": result(timed_out=True, wall_s=60.0)},
+        {"tested": result(timed_out=True, wall_s=3600.0, waited_s=3590.0)},
+    ],
+)
+async def test_an_overloaded_machine_is_an_error_and_never_a_reward(folder: Path, sandbox: dict[str, Any]) -> None:
+    with pytest.raises(SandboxTimeoutError):
+        await played(folder, Provider(**sandbox), SUBMIT)
+
+
+@pytest.mark.anyio
 async def test_a_node_reads_the_tasks_beside_its_event_loop(folder: Path) -> None:
     readers: list[threading.Thread] = []
 
@@ -376,6 +397,13 @@ async def test_a_reward_file_of_json_counts_before_one_of_text(folder: Path) -> 
         ("environment", f"tpu = {'[' * 3000}{']' * 3000}", "is no task of Harbor"),
         ("environment", f"cpus = {'[' * 5000}", "is no task of Harbor"),
         ("environment", f"cpus = {'1' * 5000}", "is no task of Harbor"),
+        ("environment", "cpus = 2000", r"<= 1024.0 - at `\$\.cpus`"),
+        ("environment", "memory_mb = 1", r">= 16 - at `\$\.memory_mib`"),
+        ("environment", 'workdir = "src"', r"at `\$\.workdir`"),
+        ("environment", 'docker_image = "a b"', r"at `\$\.image`"),
+        ("environment", 'env = { "A=B" = "x" }', "'A=B' cannot be the name of an environment variable"),
+        ("verifier", "timeout_sec = 1e6", "a timeout is a number of seconds, above 0 and up to 86400"),
+        ("verifier", 'env = { "A=B" = "x" }', "'A=B' cannot be the name of a variable"),
     ],
 )
 def test_a_task_that_no_sandbox_can_be_given_for_is_refused(
