@@ -17,7 +17,7 @@ import msgspec
 from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
 from envs.judging.programs import final_part, last_block
-from envs.sandbox.api import Result
+from envs.sandbox.api import MAX_TIMEOUT_S, Result
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.text import clipped, result_text, unusable_command
 from flash.environment import EpisodeView, StepResult
@@ -84,6 +84,8 @@ class ShellOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"{name} must be at least {least}, but is {value!r}")
+        if self.command_timeout > MAX_TIMEOUT_S:
+            raise ConfigError(f"command_timeout can be at most {MAX_TIMEOUT_S:g}, but is {self.command_timeout!r}")
         _ = self.pool  # Parsed now, so that its faults are found here.
 
     @functools.cached_property

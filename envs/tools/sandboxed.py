@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from envs.sandbox.api import Result
+from envs.sandbox.api import MAX_TIMEOUT_S, Result
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.text import result_text, unusable_command, unusable_path
 from envs.tools.runner import SANDBOX, Cut, Runner, ToolPlace, schema, within
@@ -24,7 +24,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limit of a call's duration.
 
     Raises:
-        ConfigError: the timeout is not positive.
+        ConfigError: the timeout is not positive, or longer than a day.
     """
 
     timeout: float = 10.0
@@ -32,8 +32,10 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
+        if not 0 < self.timeout <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, but is {self.timeout!r}"
+            )
 
 
 class Python:

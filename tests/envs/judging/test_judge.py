@@ -10,6 +10,7 @@ import pytest
 from envs.judging.calls import printed_this, returned_this
 from envs.judging.judge import Judge
 from envs.judging.options import (
+    COMPILE_FACTOR,
     LANGUAGES,
     JudgePool,
     JudgingLimits,
@@ -20,8 +21,9 @@ from envs.judging.options import (
     languages_with,
 )
 from envs.judging.tests import run_tests
-from envs.sandbox.api import Spec
+from envs.sandbox.api import MAX_TIMEOUT_S, Spec, check_timeout
 from envs.sandbox.open import BoundedSandboxes
+from flash.config.objects import check_options
 from flash.errors import (
     ConfigError,
     SandboxBusyError,
@@ -111,6 +113,25 @@ async def test_a_program_that_does_not_end_has_failed_in_whatever_way_it_passes_
 
 
 STARVED = result(timed_out=True, exit_code=None, signal="SIGTERM", wall_s=150.0, waited_s=146.0)
+
+
+@pytest.mark.anyio
+async def test_no_time_that_an_option_allows_is_longer_than_a_sandbox_takes():
+    asked: list[float] = []
+
+    class Sandbox(ScriptedSandbox):
+        async def run(self, command, *, timeout, patience=None, stdin=b"", env=None, cwd=None):
+            for seconds in (timeout, patience):
+                check_timeout(seconds)
+            asked.append(timeout)
+            return result()
+
+    limits = check_options(JudgingLimits, {"timeout": MAX_TIMEOUT_S / COMPILE_FACTOR}, "limits")
+    suite, language = Suite(language="c", tests=[SuiteCase(stdout="")]), LANGUAGES["c"]
+    verdict = await run_tests(Sandbox(Spec(image="any")), "x", language, suite, JudgingLimits(**limits), every=False)
+    assert (verdict.cause, asked) == ("passed", [MAX_TIMEOUT_S, JudgingLimits().total])
+    with pytest.raises(ConfigError, match=r"`limits\.timeout`"):
+        check_options(JudgingLimits, {"timeout": MAX_TIMEOUT_S}, "limits")
 
 
 @pytest.mark.anyio

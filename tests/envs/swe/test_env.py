@@ -255,6 +255,7 @@ def test_an_ending_is_told_in_words(ending: Result, text: str) -> None:
         ({"turns": 0}, "turns must be at least 1, but is 0"),
         ({"output": 5}, "output must be at least 100"),
         ({"command_timeout": 0.0}, "command_timeout must be"),
+        ({"command_timeout": 1e6}, "command_timeout can be at most 86400"),
         ({"limits": {"timeout": 0}}, r"`limits\.timeout`: expected a number above 0"),
         ({"sandboxes": {"at": "somewhere"}}, "at must be `local`"),
         ({"path": "/nowhere"}, "there are no tasks in /nowhere"),

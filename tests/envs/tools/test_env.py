@@ -322,6 +322,7 @@ async def test_a_cache_spares_the_sandbox_of_an_episode_that_does_what_another_d
         ({"tools": {"x": {"path": "envs.code:CodeEnv"}}}, r"`tools\.x\.path`: envs\.code:CodeEnv is no toolset"),
         ({"tools": {"x": {"path": "envs.none:X"}}}, r"`tools\.x\.path`: there is no module"),
         ({"tools": {"x": {"path": "envs.tools.sandboxed:Bash", "options": {"timeout": 0}}}}, "positive number"),
+        ({"tools": {"x": {"path": "envs.tools.sandboxed:Bash", "options": {"timeout": 1e6}}}}, "at most 86400"),
         ({"tools": {"x": {"path": "envs.tools.search:Search"}}}, r"tools\.x\.options\.folder.*is missing"),
         ({"tools": {"x": {"path": "envs.tools.mcp_server:McpServer", "options": {"command": []}}}}, "is empty"),
         ({"tasks": {"path": "envs.code:None"}}, r"`tasks\.path`"),
