@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from flash.environment import Info, StepResult
-from flash.errors import DECODE_ERRORS, ConfigError, EnvError
+from flash.errors import DECODE_ERRORS, ConfigError, EnvError, RewardError
 
 LARGEST_MESSAGE = 16 << 20
 """Largest message of the server, in bytes."""
@@ -59,6 +59,8 @@ class OpenEnv:
         self._options = options
         self._connection: ClientConnection | None = None
         """Connection to the server; None before `reset`."""
+        self._rewarded = False
+        """True if a reply of the episode had a reward."""
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Connect, and start an episode with this seed. Raises EnvError if the server cannot be reached, or fails."""
@@ -73,9 +75,18 @@ class OpenEnv:
         """Send the answer, and return the observation and reward of the server's reply.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            RewardError: the episode is over, and none of its replies had a reward.
+            EnvError: the server failed.
         """
         reply = await self._request("step", {**self._options.action, self._options.action_field: action})
-        return self._shown(reply), reply.get("reward") or 0.0, bool(reply.get("done")), False, {}
+        reward, done = reply.get("reward"), bool(reply.get("done"))
+        self._rewarded = self._rewarded or reward is not None
+        # A step may have no reward, but an episode without any may be one whose grader has failed.
+        if done and not self._rewarded:
+            raise RewardError("the server ended the episode without a reward; look at its log")
+        return self._shown(reply), reward or 0.0, done, False, {}
 
     async def close(self) -> None:
         """Close the connection."""

@@ -12,7 +12,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from envs.adapters.openenv import OpenEnv, OpenEnvOptions
 from flash.environment import Environment
-from flash.errors import ConfigError, EnvError
+from flash.errors import ConfigError, EnvError, RewardError
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio]
 
@@ -26,7 +26,8 @@ class Echo:
             return self._observed(f"seed {data['seed']}", None, done=False)
         if "message" not in data:
             return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": []}}
-        return self._observed(data["message"], len(data["message"]) / 10, done=data["message"] == "bye")
+        reward = None if data["message"] in ("think", "give up") else len(data["message"]) / 10
+        return self._observed(data["message"], reward, done=data["message"] in ("bye", "give up"))
 
     def _observed(self, text: str, reward: float | None, *, done: bool) -> dict[str, Any]:
         observation = {"echoed": text, "numbers": [len(text)]}
@@ -61,6 +62,21 @@ async def test_an_episode_is_played_on_a_server() -> None:
         assert await env.reset(5) == ("seed 5", {})
         assert await env.step("hello") == ("hello", 0.5, False, False, {})
         assert await env.step("bye") == ("bye", 0.3, True, False, {})
+        await env.close()
+
+
+async def test_an_episode_without_any_reward_is_an_error_and_never_a_zero() -> None:
+    async with server() as url:
+        env = OpenEnv(options(url))
+        await env.reset(5)
+        assert await env.step("think") == ("think", 0.0, False, False, {})
+        with pytest.raises(RewardError, match="ended the episode without a reward"):
+            await env.step("give up")
+        await env.close()
+        env = OpenEnv(options(url))
+        await env.reset(5)
+        assert (await env.step("hello"))[1] == 0.5
+        assert await env.step("give up") == ("give up", 0.0, True, False, {})
         await env.close()
 
 
