@@ -18,7 +18,7 @@ import msgspec
 
 from envs.data.split import Split, divide
 from flash.environment import Info, StepResult, shared
-from flash.errors import DECODE_ERRORS, EnvError
+from flash.errors import DECODE_ERRORS, EnvError, RewardError
 
 SERVER = "envs/adapters/verifiers_server"
 """Path of the server, which runs in the Python environment of `verifiers`."""
@@ -45,8 +45,8 @@ class _Task(NamedTuple):
 class _Played(msgspec.Struct):
     """Result of an episode, as the server returns it from `play`."""
 
-    reward: float = 0.0
-    """Reward of the episode."""
+    reward: float
+    """Reward of the episode. Required: a result without it must not count as a reward of 0."""
     metrics: dict[str, float] = {}
     """Rewards and metrics of the task set, by name."""
 
@@ -72,8 +72,14 @@ class Verifiers:
         """Return the reward in the result of `play`. An empty action, after a limit of the run, has the reward 0.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            RewardError: the result has no reward.
         """
-        played = msgspec.json.decode(action, type=_Played) if action else _Played()
+        try:
+            played = msgspec.json.decode(action, type=_Played) if action else _Played(0.0)
+        except DECODE_ERRORS as error:
+            raise RewardError(f"verifiers: a result without a reward: {action[:200]!r}: {error}") from error
         return "", played.reward, True, False, {"metrics": played.metrics}
 
     async def close(self) -> None:

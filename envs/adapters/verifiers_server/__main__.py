@@ -67,7 +67,8 @@ class Server:
     async def play(self, request: web.Request) -> web.Response:
         """Run an episode of task `number` against the endpoint at `base_url`. Returns its reward and its metrics.
 
-        The reward is the mean over the traces of agents that are trained. An episode with errors has status 500.
+        The reward is the mean over the traces of agents that are trained. An episode with errors, or without such a
+        trace, has status 500.
         """
         asked = await request.json()
         lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
@@ -84,9 +85,11 @@ class Server:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             return web.json_response({"error": "; ".join(f"{one.type}: {one.message}" for one in errors)}, status=500)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if not traces:
+            return web.json_response({"error": "the episode has no trace of an agent that is trained"}, status=500)
         metrics = {name: value for trace in traces for name, value in trace.metrics.items() if value is not None}
         rewards = {name: one.value for trace in traces for name, one in trace.rewards.items() if one is not None}
-        reward = sum(trace.reward for trace in traces) / max(1, len(traces))
+        reward = sum(trace.reward for trace in traces) / len(traces)
         return web.json_response({"reward": reward, "metrics": {**rewards, **metrics}})
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:

@@ -17,7 +17,7 @@ from envs.adapters.verifiers import Verifiers, VerifiersOptions
 from envs.adapters.verifiers_server.__main__ import CHAT, Server
 from envs.agent import Agent, AgentOptions
 from flash.environment import HELD_OUT, sharing
-from flash.errors import EnvError
+from flash.errors import EnvError, RewardError
 from flash.rollout.engine import ResponseRequest
 from flash.types import Failure, Outcome, Trajectory
 from tests.envs.agents import END, Policy, live, play
@@ -92,12 +92,23 @@ async def test_what_a_limit_of_the_run_ends_is_truncated_and_earns_nothing() -> 
     assert (played.outcome, played.reward) == (Outcome.TRUNCATED, 0.0)
 
 
-async def test_an_episode_that_fails_there_is_an_error_here() -> None:
+@pytest.mark.parametrize(("said", "message"), [(b"fail", "verifiers: 500"), (b"hide", "no trace of an agent that is")])
+async def test_an_episode_that_fails_there_is_an_error_here(said: bytes, message: str) -> None:
     async with served() as options:
-        played = await play(agent(options), policy(b"fail"), in_process=False)
+        played = await play(agent(options), policy(said), in_process=False)
     assert isinstance(played, Failure)
     assert played.outcome == Outcome.ENV_ERROR
-    assert "it raised EnvError: verifiers: 500" in played.message
+    assert "it raised EnvError: verifiers: " in played.message
+    assert message in played.message
+
+
+async def test_a_result_without_a_reward_is_an_error_and_never_a_zero() -> None:
+    env = Verifiers(VerifiersOptions())
+    assert (await env.step('{"reward": 0.5, "metrics": {"a": 1}}'))[1] == 0.5
+    assert (await env.step(""))[1] == 0.0
+    for result in ("{}", '{"reward": null}', '{"error": "x"}', "no JSON"):
+        with pytest.raises(RewardError, match="a result without a reward"):
+            await env.step(result)
 
 
 async def test_an_episode_that_is_closed_ends_at_the_server_too(package: Any) -> None:

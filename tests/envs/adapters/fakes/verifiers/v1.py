@@ -1,6 +1,6 @@
 """A task set of sums. Its harness asks each twice, streamed, at the address that the client's config names.
 
-One who says `fail` makes it fail, and one who says `wait` makes it ask no more.
+One who says `fail` makes it fail, one who says `wait` makes it ask no more, and one who says `hide` leaves no trace.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Env:
             metrics={"length": float(len(said[-1])), "skipped": None},
         )
         judge = SimpleNamespace(agent=SimpleNamespace(trainable=False), reward=7.0, rewards={}, metrics={})
-        return SimpleNamespace(ok=True, errors=[], traces=[trace, judge])
+        return SimpleNamespace(ok=True, errors=[], traces=[judge] if said[-1] == "hide" else [trace, judge])
 
     async def _told(self, prompt: str, context: ModelContext) -> list[str]:
         messages: list[dict[str, str]] = []
