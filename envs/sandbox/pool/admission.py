@@ -211,6 +211,9 @@ class SandboxAdmission:
         """Hosts by name."""
         self._waiting: dict[str, _Waiting] = {}
         """Waiting requests by id."""
+        self._waiting_arrivals: list[int] = []
+        """Arrivals of the waiting requests, in order. A status asks for the position of each of them, so a search
+        through all requests for each position would block the service when thousands wait."""
         self._by_owner: dict[str, dict[_Shape, list[_Waiting]]] = {}
         """Waiting requests by owner and shape, each list in the order of service."""
         self._granted: dict[str, Grant] = {}
@@ -286,7 +289,7 @@ class SandboxAdmission:
         self._overdue[id] = waiting
 
     def remove(self, id: str) -> None:
-        """Remove a request: it gives up waiting, or its sandbox is gone."""
+        """Remove a request: it gives up waiting, or its sandbox is gone. Raises KeyError if the request is unknown."""
         if (waiting := self._waiting.get(id)) is not None:
             self._leave(waiting)
         else:
@@ -305,8 +308,7 @@ class SandboxAdmission:
 
     def position(self, id: str) -> int:
         """Return the number of waiting requests that are older."""
-        arrival = self._waiting[id].arrival
-        return sum(other.arrival < arrival for other in self._waiting.values())
+        return bisect_left(self._waiting_arrivals, self._waiting[id].arrival)
 
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting requests by owner."""
@@ -435,6 +437,7 @@ class SandboxAdmission:
         """Add a request to the queues, and set the alarm for the grant at which it becomes late."""
         request = waiting.request
         self._waiting[request.id] = waiting
+        insort(self._waiting_arrivals, waiting.arrival)
         # Not "never served": owners that come and go would then pass one that stays, for ever.
         self._last_grant.setdefault(request.owner, self._grants)
         self._last_paid.setdefault(payer(request.owner), self._grants)
@@ -448,6 +451,7 @@ class SandboxAdmission:
         """Take a waiting request out of all queues."""
         request = waiting.request
         del self._waiting[request.id]
+        del self._waiting_arrivals[bisect_left(self._waiting_arrivals, waiting.arrival)]
         self._overdue.pop(request.id, None)
         self._passed_over.pop(request.id, None)
         shapes = self._by_owner[request.owner]

@@ -404,7 +404,7 @@ class PoolState:
     def why_waiting(self, lease: SandboxLease) -> str:
         """Return the reason why a lease has no sandbox yet."""
         if self.admission.is_waiting(lease.id):
-            closed = [f"; {host.name}: {host.why_not}" for host in self.hosts() if host.why_not]
+            closed = [f"; {name}: {why}" for name in self._hosts if (why := self._why_not(name))]
             return self.admission.why_waiting(lease.id) + "".join(closed[:REASONS])
         return f"it is starting on {lease.host}" if lease.host else "its host does not answer"
 
@@ -427,7 +427,7 @@ class PoolState:
                     memory_mib=report.capacity.memory_mib,
                     cpus_promised=promised.millicpus / 1000,
                     memory_mib_promised=promised.memory_mib,
-                    why_not=self.failures.why_quarantined(name) or report.why,
+                    why_not=self._why_not(name),
                     sandboxes=number[name],
                     warm=sum(report.warm.values()),
                     hits=report.hits,
@@ -437,6 +437,10 @@ class PoolState:
                 )
             )
         return listed
+
+    def _why_not(self, name: str) -> str:
+        """Return the reason why a host takes no sandboxes now; empty if it takes some."""
+        return self.failures.why_quarantined(name) or self._hosts[name].report().why
 
     async def changed_since(self, version: int) -> int:
         """Wait until there is a newer version, and return its number."""

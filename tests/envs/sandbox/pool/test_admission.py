@@ -94,6 +94,11 @@ class Machine(RuleBasedStateMachine):
         assert sum(self.admission.waiting().values()) == len(self.waiting)
 
     @invariant()
+    def positions_count_the_older_requests(self):
+        oldest_first = sorted(self.waiting, key=int)
+        assert [self.admission.position(id) for id in oldest_first] == list(range(len(oldest_first)))
+
+    @invariant()
     def the_books_agree(self):
         total = sum((demand for demand, _ in self.granted.values()), Demand(0, 0))
         assert sum(self.admission.usage().values(), Demand(0, 0)) == total
