@@ -365,15 +365,17 @@ def _same_call(one: ToolCall, other: ToolCall) -> bool:
 def _value(arguments: str) -> Any:
     """Return the arguments of a call as a value that can be compared: the parsed JSON, as `_typed` returns it.
 
-    Empty arguments and null are an empty object. Text that is not JSON is returned unchanged.
+    Empty arguments and null are an empty object. Text that is not JSON, or that nests too deeply, is returned
+    unchanged.
     """
     if not arguments.strip():
         return _typed({})
     try:
         value = msgspec.json.decode(arguments)
+        # msgspec decodes deeper nesting than the recursion of `_typed` reaches.
+        return _typed({} if value is None else value)
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    return _typed({} if value is None else value)
 
 
 def _typed(value: Any) -> Any:

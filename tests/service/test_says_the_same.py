@@ -41,6 +41,13 @@ def test_arguments_of_great_length_are_no_answer_of_ours_written_again() -> None
     assert says_the_same(calls(long), calls(long))
 
 
+def test_arguments_that_nest_deeply_are_compared_as_they_are_written() -> None:
+    for depth, same in ((50, True), (700, False)):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        assert says_the_same(calls(nested), calls(nested))
+        assert says_the_same(calls(nested), calls(nested.replace(":", ": "))) == same
+
+
 SAID = calls('{"a": 1, "b": true}', content=" two\n", reasoning="\nhm\n")
 
 
