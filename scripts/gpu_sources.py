@@ -279,9 +279,10 @@ def _misfit(call: ast.Call, signature: inspect.Signature) -> str:
 
 
 def attributes(build: Sources, installed: Sources, paths: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each listed attribute, and for each call of it in Flash.
+    """Yield a row for each listed attribute, and for each call of it in `CALLERS`, unless its name is in `COMMON`.
 
-    `build` has the sources of the other build, and `installed` those of the installed one.
+    `build` has the sources of the other build, and `installed` those of the installed one. `paths` are the listed
+    attributes, as `module:Class.attribute`.
     """
     for path in paths:
         there, here = build.definition(path), installed.definition(path)

@@ -45,7 +45,8 @@ class Kept(ABC):
     def __init__(self, kind: str) -> None:
         remove_abandoned()
         self.folder = Path(tempfile.mkdtemp(prefix=f"flash-{kind}-{os.getpid()}-", dir=PLACE))
-        # The pipe closes when this process ends, however it ends. A session of its own spares the keeper Ctrl-C.
+        # The pipe closes when this process ends, however it ends. A session of its own spares the keeper Ctrl-C. With
+        # `-S` it does not look for installed packages, so that it starts faster.
         self._keeper = subprocess.Popen(
             [sys.executable, "-S", __file__, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True
         )

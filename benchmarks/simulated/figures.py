@@ -99,23 +99,33 @@ def speedup(
 
 FILTERED = ((8, 0, 125 / 58), (8, 16, 125 / 37), (128, 0, 2.5))
 """Cases of `queue_scheduling`: prompts per batch, extra prompts, published speed-up."""
+FILTERED_STEPS = {8: (60, 12), 128: (6, 2)}
+"""Number of steps of a full and of a quick run, by prompts per batch: larger batches take longer to simulate."""
+FILTERED_SAMPLES = 8
+"""Samples of each prompt of `queue_scheduling`, as in its workload."""
 
 
 def queue_scheduling(args: Args) -> list[Row]:
     """Compare queue scheduling with whole batches that are issued until enough prompts have passed a dynamic filter.
 
     The baseline issues whole batches and waits for all of their samples. ROLL Flash keeps as many prompts running as a
-    batch needs, plus the extra ones, until enough have passed; it discards the rest of the step. Flash has as many
-    prompts in flight as ROLL Flash starts in a step, and cancels prompts that are not needed at once.
+    batch needs, plus the extra ones, until enough have passed; it discards the rest of the step. Flash starts all of
+    these prompts at once. When enough have passed, it cancels the others, and does not wait for them.
     """
     rows: list[Row] = []
-    for groups, extra, published in FILTERED:
-        steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)
-        config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
+    for prompts, extra, published in FILTERED:
+        full, quick = FILTERED_STEPS[prompts]
+        config = workload(
+            "queue_scheduling",
+            run={"steps": quick if args.quick else full},
+            train={"batch_size": prompts * FILTERED_SAMPLES},
+        )
         batches_s = Synchronous.simulate(config, BaselineRules(colocated=False, env_async=True, replicate=True)).step_s
-        config = change(config, rollout={"extra_groups": groups + extra})
-        peer_s, report = RollFlash.simulate(config, RollRules(extra_prompts=extra)).step_s, ours(config)
-        case = f"{groups}x8, {extra} extra prompts"
+        peer_s = RollFlash.simulate(config, RollRules(extra_prompts=extra)).step_s
+        # When a batch of prompts has passed, ROLL Flash still runs a batch of prompts and the extra ones. So it has
+        # started that many prompts beyond a batch, in addition to those that were filtered out.
+        report = ours(config, extra_groups=prompts + extra)
+        case = f"{prompts}x{FILTERED_SAMPLES}, {extra} extra prompts"
         rows += speedup(case, batches_s, report.step_s, peer_s, None, published)
     return rows
 
@@ -226,9 +236,11 @@ STRAGGLERS = [*[400] * 99, 16000]
 def async_ratio(args: Args) -> list[Row]:
     """Compare throughput and age by async ratio, at 40 GPUs.
 
-    The peer's column has the figures of ROLL Flash's rules. Rows named AReaL have the figures of AReaL's rules: its
-    admission bounds the average age, and no age is checked when a sample is trained. If 1 % of the answers are forty
-    times longer, its oldest token is far older than η, as the last row shows.
+    The peer's column has the figures of ROLL Flash's rules. In rows named AReaL it has those of AReaL's rules, whose
+    parameter η is the async ratio. AReaL's admission bounds the average age, and no age is checked when a sample is
+    trained. The last row has the age of the oldest trained token at a ratio of 2, if 1 % of the answers are forty times
+    longer: under AReaL's rules it is far above η. `gain_at_2` is Flash's gain in throughput from a ratio of 0 to 2, as
+    a share of the gain from 0 to 8.
     """
     batch, steps = (512, 5) if args.quick else (1024, 16)
     base = workload(

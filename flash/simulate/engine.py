@@ -451,12 +451,15 @@ class SimEngine:
 
         `context` is the number of tokens of its prompt and of the response so far.
         """
+        # The prompt of the problem stays in the cache, for other episodes. The context of this episode leaves it, since
+        # the running sequence holds these tokens from now on, and `_context` counts them.
         cached = max(self._cache.hit(sequence.problem_context), self._cache.take(sequence.episode_context))
         # The last token is always computed, because the next token is sampled from its logits.
         self._to_prefill += context - min(cached, context - 1)
         self._cache_prompt(sequence)
         self._running[sequence] = None
         self._context += context
+        # `_preempt` has recorded the versions of tokens that were sampled before the sequence lost its place.
         sequence.joined = sequence.versions_until = self._done_steps
         heapq.heappush(self._planned_ends, _PlannedEnd(sequence.end, self._order, sequence))
         self._order += 1

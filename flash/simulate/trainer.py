@@ -84,7 +84,7 @@ class SimTrainer:
         await self._publish()
         while (await self._train_step()).shard is not None:
             await self._publish()
-        await self._hub.call(p.Goodbye(self._rank, []), timeout=waits.leaving_s(self._config))
+        await self._hub.call(p.Goodbye(self._rank, activities=[]), timeout=waits.leaving_s(self._config))
 
     async def _meet(self) -> None:
         """Do nothing, since there is one rank. Runs with faults override it: their ranks wait here for each other."""

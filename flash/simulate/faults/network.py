@@ -241,7 +241,15 @@ class Network:
                 tasks.cancel_scope.cancel()
 
     async def _open(self, process: Process, hub: Listener | None, name: str) -> Stream:
-        """Return this end of a new connection to a hub. Waits for the end of a cut."""
+        """Return this end of a new connection to a hub, as soon as no cut separates the two machines.
+
+        `hub` is the port that was announced when the process began to connect; None: there was none. A hub that starts
+        meanwhile has another port, so the process has to connect again. `name` is the name of the process in messages
+        of the server.
+
+        Raises:
+            PeerLostError: no hub was there, or it has ended meanwhile.
+        """
         await anyio.sleep(self._dice.uniform(*DELAY_S))
         await until(lambda: hub is None or self.reaches(process.machine, hub.process.machine))
         if hub is None or not hub.process.alive:

@@ -376,7 +376,11 @@ class FaultTrainer(SimTrainer):
         """Version of the last checkpoint that this incarnation has written."""
 
     async def run(self) -> None:
-        """Train until the hub has no more batches, and write checkpoints in between, like `TrainerLoop.run`."""
+        """Train until the hub has no more batches, and write checkpoints in between, like `TrainerLoop.run`.
+
+        The hub's reply (`BatchReply`) says if the ranks may write a checkpoint after the step, and if they must write
+        one that `checkpoint.every` does not ask for.
+        """
         await self._publish()
         while (reply := await self._train_step()).shard is not None:
             await self._publish()
@@ -384,7 +388,7 @@ class FaultTrainer(SimTrainer):
                 await self._save()
         if reply.may_save and self._saved != self._version:
             await self._save()
-        await self._hub.call(p.Goodbye(self._rank, []), waits.leaving_s(self._config))
+        await self._hub.call(p.Goodbye(self._rank, activities=[]), waits.leaving_s(self._config))
 
     async def _meet(self) -> None:
         """Wait for the other ranks."""
