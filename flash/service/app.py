@@ -112,7 +112,7 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
         ],
         exception_handlers={HTTPException: _unknown_url, Exception: _internal_error},
     )
-    # At most one thread decodes long bodies at a time.
+    # One long body is decoded at a time, in a thread. A thread whose client has left may still run beside it.
     app.state.reading = anyio.CapacityLimiter(1)
     return app
 

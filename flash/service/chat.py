@@ -37,6 +37,7 @@ from flash.service.fields import (
     refuse_set_fields,
     refuse_unserved,
     requested_sampling,
+    shortened,
     stop_texts,
     text_of,
     unsupported,
@@ -273,15 +274,22 @@ def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
 
 
 def _message(chat_message: ChatMessage, place: str) -> Message:
-    """Return one message in the form of the episode. `place` is its place in the request, for error messages."""
-    if chat_message.role not in ROLES or chat_message.function_call:
-        known = ", ".join(ROLES)
-        raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)
+    """Return one message in the form of the episode. `place` is its place in the request, for error messages.
+
+    Raises the errors of `messages_of`.
+    """
+    if chat_message.role not in ROLES:
+        message = f"Roles are {', '.join(ROLES)}, but this is {shortened(chat_message.role)}."
+        raise ApiError(400, message, "unsupported_parameter", place)
+    if chat_message.function_call:
+        message = "The older field `function_call` is not supported here: send the call in `tool_calls`."
+        raise ApiError(400, message, "unsupported_parameter", place)
     if chat_message.tool_calls and chat_message.role != ASSISTANT:
         raise ApiError(400, "Only an assistant calls functions.", None, place)
     return Message(
         role=ROLES[chat_message.role],
         content=text_of(chat_message.content, place) or chat_message.refusal or "",
+        # A client sends the reasoning under one of these names, or the same text under several.
         reasoning=chat_message.reasoning or chat_message.reasoning_content or chat_message.thinking or "",
         tool_calls=tools.calls_of(chat_message.tool_calls or []),
         tool_call_id=chat_message.tool_call_id or "",

@@ -278,7 +278,8 @@ def _warn_once(name: str, value: float, used: float) -> None:
     """
     in_evaluations = ", in evaluations eval.temperature" if name == "temperature" else ""
     key = "" if name in NEUTRAL else f" (rollout.{name}{in_evaluations})"
-    log.warning("an agent asks for %s = %g; its answers are sampled with %g%s", name, value, used, key)
+    # The agent's value may be an integer that is too large for `%g`.
+    log.warning("an agent asks for %s = %s; its answers are sampled with %g%s", name, shortened(value), used, key)
 
 
 def refuse_unserved(body: Unserved) -> None:
@@ -302,7 +303,8 @@ def text_of(content: str | list[ContentPart] | None, place: str) -> str:
     `place` is the place of the message or item in the request, such as `messages[2]`, for the error message.
     """
     if isinstance(content, list):
-        if any(part.type not in TEXT_PARTS for part in content):
-            raise ApiError(400, "Only text is supported here.", "unsupported_parameter", place)
+        if other := next((part.type for part in content if part.type not in TEXT_PARTS), ""):
+            message = f"Only text is supported here, but the type of a part is {shortened(other)}."
+            raise ApiError(400, message, "unsupported_parameter", place)
         return "".join(part.text or part.refusal or "" for part in content)
     return content or ""

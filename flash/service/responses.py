@@ -120,7 +120,8 @@ class _MessageBuilder:
             case _MessageItem(role):
                 # In this API the result of a call is no message, but an item of its own.
                 if role not in ROLES or role == TOOL:
-                    raise ApiError(400, f"There is no role {role[:100]!r} here.", None, place)
+                    known = ", ".join(one for one in ROLES if one != TOOL)
+                    raise ApiError(400, f"Roles are {known}, but this is {shortened(role)}.", None, place)
                 message = Message(ROLES[role], text_of(item.content, place))
                 if message.role == ASSISTANT:
                     self._add_to_assistant(message)

@@ -209,15 +209,25 @@ def test_the_page_that_a_refusal_names_has_what_it_says_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "told"),
     [
-        {"role": "function", "content": "4", "name": "add"},
-        {"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+        ({"role": "function", "content": "4", "name": "add"}, "assistant, tool, but this is 'function'"),
+        ({"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}, "send the call in `tool_calls`"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}, "a part is 'image_url'"),
     ],
 )
-def test_calls_of_the_old_form_and_pictures_are_refused(message: dict[str, Any]) -> None:
-    assert refusal(body(messages=[message]))[1]["code"] == "unsupported_parameter"
+def test_calls_of_the_old_form_and_pictures_are_refused(message: dict[str, Any], told: str) -> None:
+    error = refusal(body(messages=[message]))[1]
+    assert error["code"] == "unsupported_parameter"
+    assert told in error["message"]
+
+
+def test_a_setting_of_any_size_is_named_in_the_warning(caplog: pytest.LogCaptureFixture) -> None:
+    request = read(body(top_k=10**400))
+    EpisodeSession().call(request)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("an agent asks for top_k = 1000000")
+    assert len(told) < 200
 
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
