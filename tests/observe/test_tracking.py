@@ -150,6 +150,18 @@ def test_what_was_told_before_a_failure_is_not_told_again(
     assert calls.steps() == [0, 1, 2]
 
 
+def test_a_run_whose_settings_the_tracker_refuses_is_deleted_there_before_another_is_made(
+    calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER", "raise settings")
+    for attempts in (1, 2):
+        assert main(["track", str(tracked_run.path), "--to", "mlflow"]) == 2
+        assert len(calls.of("init")) == len(calls.of("delete")) == attempts
+    monkeypatch.setenv("FAKE_TRACKER", "")
+    assert main(["track", str(tracked_run.path), "--to", "mlflow"]) == 0
+    assert (len(calls.of("init")), len(calls.of("delete")), calls.steps()) == (3, 2, [0, 1, 2])
+
+
 def test_two_do_not_tell_the_same(calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with tracker_lock(tracked_run, "wandb") as alone:
         assert alone

@@ -196,8 +196,15 @@ class MLflow:
         self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
         config = flat(dict(run.config))
         settings = [self._entities.Param(key, str(value)[:PARAMETER_LENGTH]) for key, value in config]
-        for start in range(0, len(settings), BATCH):
-            self._client.log_batch(self.id, params=settings[start : start + BATCH])
+        try:
+            for start in range(0, len(settings), BATCH):
+                self._client.log_batch(self.id, params=settings[start : start + BATCH])
+        except BaseException:
+            # `Tracking` does not know the id of this run yet, and makes another one at the next event of the run. If
+            # the server refused the settings each time, each event would leave a run without numbers there.
+            with suppress(Exception):
+                self._client.delete_run(self.id)
+            raise
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
         """Send numbers of a step with their time, BATCH of them in each call."""

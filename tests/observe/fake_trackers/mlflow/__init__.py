@@ -33,9 +33,14 @@ class MlflowClient:
         assert len(params) <= 100
         for one in (*metrics, *params):
             assert NAME.fullmatch(one.key), one.key
+        if params:
+            said("settings", of=run_id)
         if metrics:
             (step,) = {one.step for one in metrics}
             said("log", step=step, values={one.key: one.value for one in metrics})
+
+    def delete_run(self, run_id: str) -> None:
+        said("delete", id=run_id)
 
     def set_terminated(self, run_id: str, status: str) -> None:
         said("finish", failed=status == "FAILED")
