@@ -113,7 +113,8 @@ DRAWN = [_drawn(chart) for chart in CHARTS]
 def _column_pattern(of: Kind, more: Sequence[str]) -> re.Pattern[str]:
     """Return an expression that matches the names of the columns that charts of this kind of rows need, and `more`."""
     keys = [line.key for chart in DRAWN if (chart.of == "steps") == (of == "step") for line in chart.lines]
-    return re.compile("|".join(re.escape(key).replace(r"\*", ".+") for key in (*ALWAYS, *more, *keys)))
+    # Names that an environment gives to its metrics and domains may contain line breaks.
+    return re.compile("|".join(re.escape(key).replace(r"\*", "(?s:.+)") for key in (*ALWAYS, *more, *keys)))
 
 
 _COLUMN_PATTERNS = {"step": _column_pattern("step", ()), "evaluation": _column_pattern("evaluation", INTERVAL)}

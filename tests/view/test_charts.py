@@ -27,9 +27,9 @@ def test_a_chart_says_what_its_columns_mean_and_when_to_worry() -> None:
 
 def test_finite_numbers_of_drawn_columns_are_kept() -> None:
     row = {"step": 3, "entropy": math.nan, "ess": 0.5, "env/x": 1, "loss": 2.0, "failures_env_error": 1, "low": 0.1}
-    row |= {"domain/code/reward": 0.2, "domain/code/tokens": 9.0}
+    row |= {"domain/code/reward": 0.2, "domain/code/tokens": 9.0, "env/a\nb": 2}
     assert values([row], "step") == [
-        {"step": 3, "ess": 0.5, "env/x": 1, "failures_env_error": 1, "domain/code/reward": 0.2}
+        {"step": 3, "ess": 0.5, "env/x": 1, "failures_env_error": 1, "domain/code/reward": 0.2, "env/a\nb": 2}
     ]
     assert values([{"step": 3, "mean_reward": 0.2, "low": 0.1, "env/x": 1}], "evaluation") == [
         {"step": 3, "mean_reward": 0.2, "low": 0.1}

@@ -20,7 +20,7 @@ from flash.config.tree import Config
 
 Row = Mapping[str, Any]
 
-DOMAIN = re.compile(r"domain/(.+)/(?:reward|share)")
+DOMAIN = re.compile(r"domain/((?s:.+))/(?:reward|share)")
 """Column names that contain the name of a domain (the group): a kind of problems that has its own share of the trained
 groups of samples."""
 
