@@ -42,7 +42,7 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
     with served(run.path) as url:
         async with browser(chromium, tmp_path / "profile") as page:
             await show(page, f"{url}#cluster")
-            await page.until(f"{STATE}.includes('has left no picture of its cluster')")
+            await page.until(f"{STATE}.includes('has no snapshot of its cluster')")
             now = time.time()
             whole = hub_now(now, nodes=2)
             keep(run, cluster(now, whole))
@@ -80,7 +80,7 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
             assert await page.value("document.querySelectorAll('#cluster .failure').length") == 1
             # Silence, and two kinds of ends.
             keep(run, cluster(now - 100, died))
-            await page.until(f"{STATE}.includes('Nothing was heard of this run for 2 min')")
+            await page.until(f"{STATE}.includes('has not reported for 2 min')")
             keep(run, cluster(now, died, ended="failed", error=f"EnvError: {HOSTILE}"))
             await page.until(f"{STATE}.includes('The run failed') && {STATE}.includes('EnvError: <img')")
             keep(run, cluster(now, died, ended="finished"))
@@ -88,7 +88,7 @@ async def test_a_cluster_is_followed_through_a_death_to_its_end(tmp_path: Path, 
             run.cluster.write_bytes(b"{nonsense")
             await page.until(f"{STATE}.includes('cannot be read')")
             run.cluster.unlink()
-            await page.until(f"{STATE}.includes('has left no picture')")
+            await page.until(f"{STATE}.includes('has no snapshot')")
             assert page.complaints == []
 
 

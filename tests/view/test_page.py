@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flash.observe.rundir.samples import samples_of
 from tests.browser import Page, browser
 from tests.observe.sample_rows import eval_row, metrics_row
 from tests.view.recorded import HOSTILE, append_step, record
@@ -131,6 +132,34 @@ async def test_samples_are_found_and_what_models_write_is_text(tmp_path: Path, c
             assert await page.value(fits(400))
             assert page.complaints == []
             await nothing_else_runs(page)
+
+
+async def test_a_group_of_long_answers_is_coloured_by_advantages(tmp_path: Path, chromium: str) -> None:
+    """Such a group has more tokens than a function of JavaScript takes arguments."""
+    run = record(tmp_path / "run", steps=0)
+    append_step(run, 0, said="word " * 130_000)
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, f"{url}#samples")
+            await page.until("document.querySelector('#list tbody tr')")
+            await page.value("document.querySelector('#list tbody tr').click()")
+            await page.until("document.querySelector('#group .token')")
+            await colour(page, "advantage")
+            assert await page.value("document.querySelectorAll('.chosen .said .p4, .chosen .said .n4').length") == 2999
+            assert page.complaints == []
+
+
+async def test_a_group_whose_samples_were_deleted_meanwhile_says_so(tmp_path: Path, chromium: str) -> None:
+    run = record(tmp_path / "run", steps=2)
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, f"{url}#samples")
+            await page.until("document.querySelectorAll('#list tbody tr').length === 4")
+            samples_of(run, 1).unlink()
+            await page.value("document.querySelector('#list tbody tr').click()")
+            group = "document.getElementById('group')"
+            assert "The samples of step 1 cannot be read" in await page.until(f"!{group}.hidden && {group}.innerText")
+            assert page.complaints == []
 
 
 async def colour(page: Page, by: str) -> None:

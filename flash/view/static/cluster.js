@@ -1,8 +1,8 @@
-// Nodes, engines, samples on their way and failures: as a run goes on, and as it left them.
+// The cluster page: nodes, engines, samples on their way and failures, now or at the end of the run.
 
 import { $, ask, chooseRun, element, figure, lasting, visible } from "./tools.js";
 
-const OLD_S = 15;           // A run that goes on writes a picture every two seconds.
+const OLD_S = 15;           // A live run writes a snapshot every two seconds.
 const MOST_SHOWN = 3000;    // Characters of a message before a button shows the rest.
 const STATES = { serving: "good", here: "good", starting: "", loading: "", leaving: "", returning: "bad", silent: "bad", gone: "bad" };
 
@@ -34,7 +34,7 @@ export async function draw(runs) {
     if ($("cluster-run").value !== `${run.number}`) return undefined;
     if (!came.picture) {
       return empty(came.there ? "cluster.json cannot be read: another version of Flash wrote it, or it is damaged."
-        : "This run has left no picture of its cluster: it has only begun, or an older version of Flash made it.");
+        : "This run has no snapshot of its cluster: it has only begun, or an older version of Flash made it.");
     }
     return show(run, came);
   } catch (error) {
@@ -67,14 +67,14 @@ function show(run, { picture, now, tiles, figures, engines }) {
 }
 
 function stateOf(picture, age) {
-  const told = picture.error ? ` ${picture.error}` : "";
-  if (picture.ended === "failed") return [`The run failed ${lasting(age)} ago.${told}`, "bad"];
-  if (picture.ended) return [`The run has ${picture.ended === "finished" ? "finished" : "stopped in order"}, ${lasting(age)} ago; this is how it was at its end.`, "hint"];
-  if (age > OLD_S) return [`Nothing was heard of this run for ${lasting(age)}: it was killed, its machine is stopped, or its loop is blocked. This is how it was then.`, "bad"];
-  return [picture.hub ? `As of ${lasting(age)} ago. The run waits for ${picture.hub.doing}.` : "The run has only begun.", "hint"];
+  const error = picture.error ? ` ${picture.error}` : "";
+  if (picture.ended === "failed") return [`The run failed ${lasting(age)} ago.${error}`, "bad"];
+  if (picture.ended) return [`The run ${picture.ended === "finished" ? "has finished" : "was interrupted"}, ${lasting(age)} ago. The page shows its last state.`, "hint"];
+  if (age > OLD_S) return [`This run has not reported for ${lasting(age)}: it was killed, its machine is stopped, or its event loop is blocked. The page shows its last report.`, "bad"];
+  return [picture.hub ? `The last report came ${lasting(age)} ago. The run waits for ${picture.hub.doing}.` : "The run has only begun.", "hint"];
 }
 
-// What most tables look at.
+// The parts of a snapshot that most tables need.
 function facts(picture) {
   const hub = picture.hub, nodes = hub ? hub.nodes : [], members = nodes.filter((node) => node.state !== "gone");
   return { hub, nodes, members, engines: members.flatMap((node) => (node.status ? node.status.engines.map((engine) => ({ node, engine })) : [])) };
@@ -94,15 +94,15 @@ const state = (name) => ({ text: name, mood: STATES[name] ?? "" });
 const long = (text) => ({ text, mood: "long" });
 
 const TABLES = [
-  ["nodes", "Nodes", "One row for each process of the run that holds engines or trainer ranks; those that are gone come last.",
-    "a node is silent, gone, or was heard of long ago; or its oldest sample is far older than an episode should take.", nodeRows],
-  ["engines", "Engines", "What each engine runs, which version it has, and what it tells of itself; the head of a column says what it means.",
+  ["nodes", "Nodes", "Each row is a process of the run that has engines or trainer ranks. Nodes that are gone come last.",
+    "a node is silent or gone, its last report is old, or its oldest sample has taken far longer than an episode should take.", nodeRows],
+  ["engines", "Engines", "State, version and reported numbers of each engine. Point at the head of a column to read its explanation.",
     "its version stays behind the others'; its KV cache is full while requests wait; it has died; a swap takes a large part of a step.", engineRows],
-  ["stocks", "Sandboxes", "What environments of a node borrow: in use (also while it is started or cleaned), warm, and who waits for one.",
-    "some wait all the time: raise the pool's parallel, or judge less at once. Many are started, few used: they cannot be used again.", stockRows],
-  ["ranks", "Trainer ranks", "The processes that train, with the hub of this machine beside them.",
-    "one is missing: the ranks start again, and all of them train what the run has done since the last checkpoint.", rankRows],
-  ["leases", "Oldest samples on their way", "Samples that have been with a node longest. A long answer or a slow environment is old, too.",
+  ["stocks", "Sandboxes", "Resources that the environments of a node share, such as sandboxes: in use (also while they start or are cleaned), warm, and requests that wait.",
+    "requests wait all the time: raise the pool's parallel, or judge fewer samples at once. If many are started and few are in use, they cannot be used again.", stockRows],
+  ["ranks", "Trainer ranks", "The processes that train, and the process of the hub.",
+    "one is missing: all ranks start again, and repeat the steps since the last checkpoint.", rankRows],
+  ["leases", "Oldest samples on their way", "Samples that nodes have worked on for the longest time. A long answer or a slow environment takes long, too.",
     "one is as old as deadlines.episode, and the same group stays on top: something hangs there.", leaseRows],
 ];
 
@@ -111,14 +111,14 @@ function nodeRows(picture) {
   const rows = now.nodes.map((node) => {
     const ranks = now.hub.ranks.filter((rank) => rank.node === node.node && rank.process !== null).length, status = node.status;
     const alive = node.state !== "gone";
-    // A node without engines tells nothing of itself: its trainer ranks do.
+    // A node without engines reports no status. The name of its machine is then known from its trainer ranks.
     const host = status ? status.host : node.node === 0 ? picture.host : now.hub.ranks.find((rank) => rank.node === node.node)?.host;
     return [`${node.node}`, state(node.state), host || "–", status ? `${status.process}` : "–",
       since(picture, status ? status.since : null), alive ? figure(ranks) : "–", status ? figure(status.engines.length) : "–",
       figure(status && alive ? status.episodes : 0), figure(node.leases), since(picture, node.oldest_lease), ago(picture, node.heard_at),
       long(alive ? "" : `${ago(picture, node.gone_at)}: ${node.why}`)];
   });
-  return [["Node", "State", "Host", "Process", "For", "Trainer ranks", "Engines", "Environments", "Samples", "Oldest", "Heard of", "What happened"], rows];
+  return [["Node", "State", "Host", "Process", "Running for", "Trainer ranks", "Engines", "Environments", "Samples", "Oldest sample", "Last report", "End"], rows];
 }
 
 function engineRows(picture, figures, texts) {
@@ -127,29 +127,29 @@ function engineRows(picture, figures, texts) {
     engine.version < 0 ? "none" : engine.version < newest ? `${engine.version} (${newest - engine.version} behind)` : `${engine.version}`,
     ...(texts[engine.number] ?? figures.map(() => "–")), ago(picture, engine.loaded_at),
     figure(engine.deaths), long(engine.deaths ? `${ago(picture, engine.died_at)}: ${engine.why}` : "")]);
-  return [["Engine", "Node", "State", "Version", ...figures, "Last weights", "Deaths", "The last one"], rows];
+  return [["Engine", "Node", "State", "Version", ...figures, "Weights loaded", "Deaths", "Last death"], rows];
 }
 
 function stockRows(picture) {
   const rows = facts(picture).members.flatMap((node) => (node.status ? node.status.stocks : []).map((stock) => [`${node.node}`, stock.name,
     figure(stock.in_use), figure(stock.ready), figure(stock.waiting), figure(stock.most), figure(stock.made)]));
-  return [["Node", "What", "In use", "Warm", "Waiting", "At most", "Started"], rows];
+  return [["Node", "Resource", "In use", "Warm", "Waiting", "At most", "Started"], rows];
 }
 
 function rankRows(picture) {
   const hub = picture.hub, rows = (hub ? hub.ranks : []).map((rank) => [`${rank.rank}`, `${rank.node}`,
     rank.process === null ? { text: picture.ended ? "left" : "not there", mood: picture.ended ? "" : "bad" } : { text: "here", mood: "good" },
     rank.process === null ? "–" : `${rank.process}`, rank.process === null ? "–" : since(picture, rank.since)]);
-  return [["Rank", "Node", "State", "Process", "For"], [...rows, ["hub", "0", { text: picture.ended || "here", mood: "" }, `${picture.process}`, since(picture, picture.since)]]];
+  return [["Rank", "Node", "State", "Process", "Running for"], [...rows, ["hub", "0", { text: picture.ended || "here", mood: "" }, `${picture.process}`, since(picture, picture.since)]]];
 }
 
 function leaseRows(picture) {
   const rows = (picture.hub ? picture.hub.leases : []).map((lease) => [since(picture, lease.since), `${lease.node}`, lease.split,
     `${lease.group_id}`, `${lease.sample_index}`, `${lease.attempt + 1}`]);
-  return [["With it for", "Node", "For", "Group", "Member", "Attempt"], rows];
+  return [["Age", "Node", "Split", "Group", "Member", "Attempt"], rows];
 }
 
-// Of a number that has a text about it, this appears where somebody points.
+// The head of a column. The explanation of a number is its tooltip.
 function head(one) {
   const cell = element("th", "", one.title ?? one);
   if (one.means) cell.title = one.worry ? `${one.means} Worry when: ${one.worry}` : one.means;
@@ -163,21 +163,21 @@ function fill({ box, table }, [titles, rows]) {
     ? element("td", "", visible(cell)) : element("td", cell.mood, visible(cell.text)))))));
 }
 
-// -- what went wrong --------------------------------------------------------------------------------------------------
+// -- failures and events ----------------------------------------------------------------------------------------------
 
 const KINDS = {
   env_error: "the environment raised, or broke its interface", env_timeout: "the environment took too long",
   reward_error: "the reward is missing, or its verifier failed", engine_error: "an engine failed the request, or took too long",
   engine_killed: "engines died under this sample", engine_died: "an engine died", node_lost: "a node is gone",
   node_silent: "a node did not answer", trainers_lost: "a trainer rank is gone or hangs", run_failed: "all processes ended with this error",
-  hub_lost: "the hub ended without a word",
+  hub_lost: "the hub ended without a last report",
 };
 const opened = new Set();
 const clock = (time) => new Date(1000 * time).toLocaleString("en-GB");
 
 const happened = (picture, kind) => `${figure(kind.count)} ×, last ${ago(picture, kind.last)} (${clock(kind.last)})${kind.count > 1 ? `, first ${ago(picture, kind.first)}` : ""}`;
 
-// What stays as it was keeps its place: somebody may be reading or copying it.
+// The elements of unchanged failures stay in the page, because somebody may be reading or copying them.
 function failures(run, picture) {
   const list = picture.failures, target = $("cluster-failures"), version = JSON.stringify([run.number, list]);
   if (target.dataset.version === version) {
@@ -206,5 +206,5 @@ function events(picture) {
   $("cluster-events").dataset.version = version;
   $("cluster-events").replaceChildren(...picture.events.toReversed().map((event) => element("tr", "",
     element("td", "", clock(event.at)), element("td", "long", visible(event.text)))));
-  $("cluster-told").hidden = !picture.events.length;
+  $("cluster-lines").hidden = !picture.events.length;
 }

@@ -1,10 +1,10 @@
-// The charts of what runs measure, several runs over each other.
+// The charts of the metrics, with the curves of several runs in each.
 
 import { $, byFinger, colourOf, element, figure, lookOf, plain } from "./tools.js";
 
-const MOST_POINTS = 1200;  // More are put together: a screen has no more pixels.
+const MOST_POINTS = 1200;  // Points of a curve. Of more, neighbours are averaged: a screen has no more pixels.
 const SMOOTH_FROM = 20;    // Rows from which a running mean is drawn.
-const MARKED = 40;         // Evaluations up to which each is a point.
+const MARKED = 40;         // Evaluations of a run up to which each is drawn as a point.
 const MOST_NAMES = 8;
 
 const cards = new Map();
@@ -33,13 +33,14 @@ export function prepare(described, changed) {
 
 const rowsOf = (chart, run) => (chart.of === "evals" ? run.evals : run.steps);
 
-// A run's curves of a chart: a line with a star is one for each column that has any text in place of the star. Of many, those that were ever above 0.
+// The curves of a run in a chart. A line with a star is a curve for each column that has any text in place of the star.
+// In a chart with more than two lines, lines after the first are left out if their values are always 0.
 function curvesOf(chart, run) {
   const rows = rowsOf(chart, run);
   return chart.lines.flatMap((line, place) => {
     if (!line.key.includes("*")) {
-      const told = place && chart.lines.length > 2 ? (row) => row[line.key] : (row) => line.key in row;
-      return rows.some(told) ? [{ ...line, title: line.name }] : [];
+      const shown = place && chart.lines.length > 2 ? (row) => row[line.key] : (row) => line.key in row;
+      return rows.some(shown) ? [{ ...line, title: line.name }] : [];
     }
     const [begin, end] = line.key.split("*");
     return [...columnsOf(rows)].filter((key) => key.startsWith(begin) && key.endsWith(end)).sort()
@@ -66,8 +67,8 @@ export function draw(runs) {
     drawChart(chart, card, all, runs, byHours, look);
   }
   $("unmeasured").textContent = !runs.length ? "Choose a run above."
-    : runs.every((run) => !run.steps.length && !run.evals.length) ? "No step was made yet."
-      : unmeasured.length ? `Not measured by what is shown: ${unmeasured.join(", ")}.` : "";
+    : runs.every((run) => !run.steps.length && !run.evals.length) ? "No step is trained yet."
+      : unmeasured.length ? `The chosen runs do not measure: ${unmeasured.join(", ")}.` : "";
 }
 
 function drawChart(chart, card, all, runs, byHours, look) {
@@ -136,7 +137,7 @@ function pointsAlone(y) {
   return sizes.some(Boolean) ? { mode: "lines+markers", marker: { size: sizes } } : { mode: "lines" };
 }
 
-// Evaluations: points with their intervals, or a band of these where there are many.
+// The curve of evaluations: points with error bars, or a line in a band if there are many.
 function heldOut(base, curve, rows, column, colour) {
   const y = column(curve.key), few = rows.length <= MARKED, low = column("low"), high = column("high");
   const made = { ...base, y, mode: few ? "lines+markers" : "lines", connectgaps: true, hovertemplate: "%{y:.3f}" };
@@ -165,7 +166,7 @@ function thinned(x, y) {
   return many;
 }
 
-// Over a window centred on each value, of a twentieth of all values and at least five.
+// The mean in a window around each value, which holds a twentieth of all values and at least five.
 function runningMean(y) {
   const half = Math.max(2, Math.floor(y.length / 40)), sums = [0], counts = [0];
   for (const value of y) {

@@ -1,4 +1,4 @@
-// The page: which runs and which view are shown, and what came since it was last asked.
+// The page: chooses runs and view, and requests the new rows of the chosen runs.
 
 import { $, ask, colourOf, element, lasting, Refused, visible } from "./tools.js";
 import * as overview from "./overview.js";
@@ -34,7 +34,7 @@ function listRuns() {
   }));
 }
 
-function tellState(run) {
+function showState(run) {
   const last = run.steps[run.steps.length - 1];
   if (run.gone) { run.state.textContent = "gone: its directory was moved or removed"; return; }
   if (!last) run.state.textContent = run.sequence ? "no step yet" : "";
@@ -42,7 +42,8 @@ function tellState(run) {
   else run.state.textContent = `step ${last.step}${run.facts.steps ? ` of ${run.facts.steps}` : ""}, ${lasting(Math.max(0, Math.round(Date.now() / 1000 - last.time)))} ago`;
 }
 
-// What the run has recorded since; whether there is more at once. A run that cannot be read says so, and hides no other.
+// Request the new rows of a run. Returns true if more can be requested at once. A run that cannot be read shows its error beside its
+// name, and the other runs are still shown.
 async function update(run) {
   let came;
   try {
@@ -56,11 +57,11 @@ async function update(run) {
   run.steps.push(...came.steps);
   run.evals.push(...came.evals);
   Object.assign(run, { ended: came.ended, gone: came.gone });
-  tellState(run);
+  showState(run);
   return came.more;
 }
 
-function tell(text, mood) {
+function showLink(text, mood) {
   $("link").textContent = text;
   $("link").className = mood;
 }
@@ -70,9 +71,9 @@ async function follow() {
     let more = false;
     try {
       for (const run of shown()) more = (await update(run)) || more;
-      tell(shown().length && shown().every((run) => run.ended) ? "complete" : "live", "good");
+      showLink(shown().length && shown().every((run) => run.ended) ? "complete" : "live", "good");
     } catch (error) {
-      tell(`no answer: is flash view still running? ${error.message}`, "bad");
+      showLink(`no answer: is flash view still running? ${error.message}`, "bad");
     }
     draw();
     if (!more) await new Promise((done) => { wake = done; setTimeout(done, EVERY_MS); });
@@ -91,4 +92,4 @@ async function begin() {
   await follow();
 }
 
-begin().catch((error) => tell(error.message, "bad"));
+begin().catch((error) => showLink(error.message, "bad"));

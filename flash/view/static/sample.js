@@ -1,13 +1,13 @@
-// A group's samples side by side, turn by turn and token by token.
+// The samples of a group side by side, turn by turn and token by token.
 
 import { element, figure, lasting, visible } from "./tools.js";
 
-const MOST_TOKENS = 3000;      // Of a response, until somebody wants all.
-const MOST_CHARACTERS = 6000;  // Of what was shown before it.
-const OLDEST = 5;              // Ages from which on the colour is the same.
+const MOST_TOKENS = 3000;      // Tokens of a response that are drawn before a button shows the rest.
+const MOST_CHARACTERS = 6000;  // Characters of an observation or note before a button shows the rest.
+const OLDEST = 5;              // All ages from this one on have the same colour.
 const USES = { TRAINED: "trained", CLIPPED: "clipped", REJECTED: "rejected by a correction", TOO_OLD: "too old to be trained" };
 
-// How a token is coloured: its shade, from how many limits its number passes, and what the legend says of each shade.
+// Ways to colour tokens. `shade` returns the class of a value, from the number of limits that it exceeds. `legend` returns each class with its text.
 const upwards = (limits) => ({
   shade: (value) => `l${limits.filter((end) => value > end).length}`,
   legend: () => limits.map((end, place) => [`l${place + 1}`, `> ${end}`]),
@@ -23,7 +23,18 @@ const bothWays = (limits, say, scale = () => 1) => ({
   ],
 });
 const short = (value) => figure(Number(value.toPrecision(2)));
-const largestAdvantage = (group) => Math.max(1e-9, ...group.samples.flatMap((one) => one.turns).flatMap((turn) => turn.advantages).map(Math.abs));
+const largestAdvantages = new WeakMap();
+
+// The largest absolute advantage of a group, which every token of the group is compared with, so it is computed once.
+function largestAdvantage(group) {
+  if (!largestAdvantages.has(group)) {
+    let largest = 1e-9;
+    // A loop, because Math.max refuses the hundred thousand arguments that the tokens of a group may be.
+    for (const sample of group.samples) for (const turn of sample.turns) for (const one of turn.advantages) largest = Math.max(largest, Math.abs(one));
+    largestAdvantages.set(group, largest);
+  }
+  return largestAdvantages.get(group);
+}
 
 const COLOURINGS = {
   logprob: { name: "log-prob", of: (turn, place) => turn.logprobs[place] === undefined ? null : -turn.logprobs[place],
@@ -41,7 +52,7 @@ let colouring = "logprob";
 
 export function drawGroup(target, group, chosen) {
   const choice = element("select");
-  choice.title = "The key c takes the next one";
+  choice.title = "The key c chooses the next one";
   for (const [value, name] of [...Object.entries(COLOURINGS).map(([key, one]) => [key, one.name]), ["", "nothing"]]) {
     choice.append(Object.assign(element("option", "", name), { value, selected: value === colouring }));
   }
@@ -73,7 +84,7 @@ function legendOf(group) {
   const way = COLOURINGS[colouring];
   if (!way) return [];
   const known = group.samples.some((sample) => sample.turns.some((turn) => turn.tokens.some((_, place) => (way.of(turn, place, group) ?? null) !== null)));
-  if (!known) return ["No trainer has told this of the step."];
+  if (!known) return ["The trainer has not reported these values for this step."];
   return way.legend(group).map(([shade, says]) => element("span", `token ${shade}`, ` ${says} `));
 }
 
@@ -89,11 +100,11 @@ function member(group, sample, chosen) {
 
 function turnOf(group, turn, place, count) {
   const metrics = Object.entries(turn.metrics).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
-  const told = [`reward ${figure(turn.reward)}`, `generated in ${lasting(turn.generate_s)}`, `environment ${lasting(turn.env_s)}`, metrics, turn.branch ? `branch ${turn.branch}` : ""];
+  const facts = [`reward ${figure(turn.reward)}`, `generated in ${lasting(turn.generate_s)}`, `environment ${lasting(turn.env_s)}`, metrics, turn.branch ? `branch ${turn.branch}` : ""];
   const parts = [shortened(turn.observation, "shown"), responseOf(group, turn)];
   if (turn.note) parts.push(shortened(turn.note, "note"));
   return element("section", "turn", element("h3", "", count > 1 ? `Turn ${place + 1}` : ""), ...parts,
-    element("p", "hint", visible(told.filter(Boolean).join(" · "))));
+    element("p", "hint", visible(facts.filter(Boolean).join(" · "))));
 }
 
 function shortened(text, kind) {
@@ -123,8 +134,8 @@ function token(group, turn, place, text) {
   const way = COLOURINGS[colouring], value = way ? way.of(turn, place, group) ?? null : null;
   const made = element("span", `token ${value === null ? "" : way.shade(value, group)}`.trim(), visible(text));
   const ratio = turn.log_ratios[place] ?? null, version = turn.versions[place];
-  const told = [["log-prob", turn.logprobs[place]], ["ratio", ratio === null ? null : Math.exp(ratio)], ["advantage", turn.advantages[place]],
+  const known = [["log-prob", turn.logprobs[place]], ["ratio", ratio === null ? null : Math.exp(ratio)], ["advantage", turn.advantages[place]],
     ["entropy", turn.entropies[place]]].filter(([, one]) => (one ?? null) !== null).map(([name, one]) => `${name} ${figure(one)}`);
-  made.title = [...told, `version ${version}`, `age ${turn.ages[place]}`, USES[turn.uses[place]]].filter(Boolean).join(", ");
+  made.title = [...known, `version ${version}`, `age ${turn.ages[place]}`, USES[turn.uses[place]]].filter(Boolean).join(", ");
   return made;
 }

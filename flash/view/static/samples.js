@@ -1,23 +1,23 @@
-// The list of readable samples, found by what they are.
+// The list of readable samples that match a search.
 
 import { $, ask, chooseRun, element, figure, visible } from "./tools.js";
 import { drawGroup } from "./sample.js";
 
 const COLUMNS = [
   ["step", "Step"], ["group_id", "Group"], ["sample_index", "Member"], ["environment", "Environment"], ["reward", "Reward"], ["outcome", "Outcome"],
-  ["turns", "Turns"], ["tokens", "Tokens"], ["age", "Age"], ["excerpt", "Says last"],
+  ["turns", "Turns"], ["tokens", "Tokens"], ["age", "Age"], ["excerpt", "Last response"],
 ];
-const NAMES = new Set(["step", "group_id", "sample_index"]);  // Numbers that count nothing.
-const PATIENCE_MS = 250;  // Between keys.
-const LATER = 20;         // Steps in which what was under way at some time may still be trained.
+const NAMES = new Set(["step", "group_id", "sample_index"]);  // Numbers that identify a sample, and so have no separators.
+const PATIENCE_MS = 250;  // Milliseconds after the last key until the search begins.
+const LATER = 20;         // Number of steps after a moment in which samples of that moment may still be trained.
 
-let found = [], continued = false, searchedTo = null, asked = "", order = null, waiting = 0, redraw = () => {};
+let found = [], continued = false, searchedTo = null, asked = "", order = null, waiting = 0, opened = 0, redraw = () => {};
 
-// Shows the samples of a step, or of a time: `asked` fills fields of the form.
-export function lookAt(run, asked) {
+// Show the samples of a step or of a time range. `fields` are values for the fields of the form.
+export function lookAt(run, fields) {
   const form = $("query");
   form.reset();
-  for (const [name, value] of Object.entries({ run: run.number, time_min: "", time_max: "", ...asked })) form.elements[name].value = value;
+  for (const [name, value] of Object.entries({ run: run.number, time_min: "", time_max: "", ...fields })) form.elements[name].value = value;
   tellTime();
   $("group").hidden = true;
   location.hash = "samples";
@@ -26,7 +26,7 @@ export function lookAt(run, asked) {
 function tellTime() {
   const { time_min: begin, time_max: end } = $("query").elements, at = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
   $("query-time").hidden = !begin.value;
-  $("query-time").textContent = `Under way ${at(begin.value)} to ${at(end.value)} ✕`;
+  $("query-time").textContent = `Active from ${at(begin.value)} to ${at(end.value)} ✕`;
 }
 
 export function prepare(changed) {
@@ -35,7 +35,7 @@ export function prepare(changed) {
   const head = $("list").tHead.rows[0];
   for (const [key, name] of COLUMNS) {
     const button = element("button", "", name);
-    button.title = `Sort what is listed by ${name.toLowerCase()}`;
+    button.title = `Sort the list by ${name.toLowerCase()}`;
     button.onclick = () => { order = { key, up: order?.key === key ? !order.up : key === "excerpt" }; list(); };
     head.append(element("th", key, button));
   }
@@ -49,7 +49,7 @@ function questions() {
   return Object.fromEntries(given);
 }
 
-// Asks again when the questions, or the run's files, are other ones. A list that somebody has continued stays.
+// Search again if the form or the files of the run have changed. A list that the user has continued to older steps stays.
 export function draw(runs) {
   const run = chooseRun($("query").elements.run, runs);
   if (!run) {
@@ -65,7 +65,7 @@ export function draw(runs) {
   return same ? undefined : search(questions(), newestOf(run));
 }
 
-// Nothing newer needs to be looked at for what was under way at some time.
+// The step before which a search begins; null: with the newest. Samples that were active in a time range are not trained much later.
 function newestOf(run) {
   const end = $("query").elements.time_max.value, after = end ? run.steps.find((row) => row.time >= end) : undefined;
   return after ? after.step + 1 + LATER : null;
@@ -80,7 +80,7 @@ async function search(wanted, before, older = false) {
     found = older ? [...found, ...answer.samples] : answer.samples;
     continued = older;
     searchedTo = answer.searched_to;
-    $("found").textContent = answer.newest === null ? "No readable samples are there (run.log_samples is how many each step leaves)."
+    $("found").textContent = answer.newest === null ? "This run has no readable samples. run.log_samples is the number that each step keeps."
       : `${found.length} found${searchedTo === null ? "" : ` down to step ${searchedTo}`}; the newest readable step is ${answer.newest}.`;
     list();
   } catch (error) {
@@ -113,11 +113,14 @@ function list() {
 }
 
 async function open(sample, row) {
-  const run = $("query").elements.run.value, target = $("group");
+  const run = $("query").elements.run.value, target = $("group"), mine = ++opened;
   try {
     const group = await ask("/api/group", { run, step: sample.step, group: sample.group_id });
-    drawGroup(target, group, sample.sample_index);
+    if (mine !== opened) return;  // The user has opened another sample meanwhile, whose answer may have come first.
+    if (group.samples.length) drawGroup(target, group, sample.sample_index);
+    else target.replaceChildren(element("p", "hint", `The samples of step ${sample.step} cannot be read: their file was deleted to save space, moved away by a resume, or damaged.`));
   } catch (error) {
+    if (mine !== opened) return;
     target.replaceChildren(element("p", "bad", error.message));
   }
   target.hidden = false;

@@ -1,15 +1,15 @@
-// Who was busy when, in a window of time that can be moved and made smaller.
+// The timeline: the activities of each worker in a window of time, which the user can move and zoom.
 
 import { lookAt } from "./samples.js";
 import { $, ask, byFinger, chooseRun, element, lookOf, plain } from "./tools.js";
 
 const LANE_PX = 26;
-const MOST_MARKS = 60;     // Steps that are marked; of more, none.
-const MOST_NUMBERS = 20;   // Of these with their numbers.
+const MOST_MARKS = 60;     // Steps in the window up to which their ends are marked.
+const MOST_NUMBERS = 20;   // Steps in the window up to which the marks have numbers.
 const SMALLEST_S = 0.01;
 const REFRESH_MS = 5000;
 
-const DOUBLE_MS = 350;     // A click that no other follows in this time is one.
+const DOUBLE_MS = 350;     // Time after a click in which a second one makes it a double click.
 
 let clicked = 0;
 let chosen = null, part = null, drawn = "", answer = null, redraw = () => {};
@@ -35,7 +35,7 @@ export async function draw(runs) {
   const run = chooseRun($("timeline-run"), runs);
   if (run !== chosen) { chosen = run; part = null; }
   if (!run) return note("Choose a run above.");
-  // A part of the past does not change; the whole run does while it goes on, and is asked for when 1 % of it is new.
+  // A window in the past does not change. The whole run is requested again when 1 % of it is new.
   const every = Math.max(REFRESH_MS, answer ? 10 * (answer.stop - answer.start) : 0);
   const now = JSON.stringify([run.number, run.sequence, part, part || run.ended ? 0 : Math.floor(Date.now() / every)]);
   if (now === drawn) return undefined;
@@ -46,7 +46,7 @@ export async function draw(runs) {
     answer = came;
     if (!came) return note("Nothing is recorded yet.");
     drawBars(run, came);
-    return note(came.lanes.every((lane) => lane.exact) ? "" : "Where single bars would be too thin, heights are shares of time; zoom in to see each.");
+    return note(came.lanes.every((lane) => lane.exact) ? "" : "Where single bars would be too thin, heights are shares of time. Zoom in to see each bar.");
   } catch (error) {
     drawn = "";
     return note(error.message);
@@ -58,7 +58,7 @@ function note(text) {
   if (!answer || text.startsWith("Choose")) { $("bars").replaceChildren(); $("activities").replaceChildren(); Plotly.purge($("bars")); }
 }
 
-// Plotly's axes of time know no time zones: what it is given as UTC is this machine's.
+// Plotly's time axes have no time zones, so local time is passed as if it were UTC.
 const zone = (seconds) => -60 * new Date(1000 * seconds).getTimezoneOffset();
 const clock = (seconds) => 1000 * (seconds + zone(seconds));
 const seconds = (shown) => {
@@ -116,7 +116,7 @@ function drawBars(run, window) {
   target.on("plotly_click", ({ points: [bar] }) => { clearTimeout(clicked); clicked = setTimeout(() => open(bar), DOUBLE_MS); });
 }
 
-// A trainer's samples are those of the step that is committed next; others' those that were under way.
+// Show the samples of a bar. A trainer's bar belongs to the step that is committed next; for another worker, the samples that were active at the time are shown.
 function open(bar) {
   const { base, x, y } = bar.data, place = bar.pointNumber;
   const start = seconds(base[place]), stop = start + x[place] / 1000, lane = answer.lanes[Math.round(y[place])].name;

@@ -1,4 +1,4 @@
-// What the views share. All text is set as text, never as HTML.
+// Functions that all views use. All text is set as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -9,7 +9,7 @@ export function element(tag, className, ...children) {
   return made;
 }
 
-// An answer that is none, of a server that is there.
+// Error of a server that was reached and has refused the request.
 export class Refused extends Error {}
 
 export async function ask(path, questions = {}) {
@@ -18,7 +18,7 @@ export async function ask(path, questions = {}) {
   return answer.json();
 }
 
-// Okabe and Ito's palette, which colour-blind readers tell apart too; its black and yellow are left out.
+// Okabe and Ito's palette for colour-blind readers, without black and yellow.
 export const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"];
 export const colourOf = (number) => COLOURS[number % COLOURS.length];
 
@@ -36,24 +36,24 @@ export const lasting = (seconds) => {
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} days`;
 };
 
-// Plotly takes some tags in names for layout.
+// Plotly reads some tags in names as formatting.
 export const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
-// What Plotly draws with, from the page's colours, so that it follows light and dark.
+// Colours for Plotly, which are those of the page, so that plots are light or dark as the page is.
 export function lookOf() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   return { ink: colour("--ink"), faint: colour("--faint"), grid: colour("--grid"), card: colour("--card"), wait: colour("--wait") };
 }
 
-// Fingers scroll the page; they would zoom with each touch otherwise.
+// True on a touch screen, where a finger must scroll the page and not zoom a chart.
 export const byFinger = () => matchMedia("(pointer: coarse)").matches;
 
-// What would command a terminal, hide itself or turn its neighbours around is shown as its number.
+// Control characters, invisible characters and marks that reverse the reading direction are shown as their numbers.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff9-\ufffb\u{e0000}-\u{e0fff}\ud800-\udfff]/gu;
 export const visible = (text) => text.replace(UNSEEN, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 
-// A choice among the runs that are shown, which is hidden where there is none.
+// The run that `select` chooses among `runs`. The select is hidden if there are fewer than two.
 export function chooseRun(select, runs) {
   const names = runs.map((run) => run.name), before = select.value;
   if (JSON.stringify(names) !== select.dataset.names) {
