@@ -19,7 +19,7 @@ import msgspec
 from flash.config.load import dump, recorded
 from flash.config.shipping import shipped_modules
 from flash.config.tree import Config
-from flash.errors import AlarmError, RunDirectoryError
+from flash.errors import AlarmError, RunDirectoryError, encodable
 from flash.observe.alarms import Alarms, RaisedAlarm
 from flash.observe.cluster import EVENT_TEXT, ClusterFile, HubNow, shortened
 from flash.observe.console import Console
@@ -102,7 +102,9 @@ class Recorder:
                 self.batches.written()
             else:
                 cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-                row = {"error": type(cause).__name__, "message": str(cause)}
+                # JSON cannot hold lone surrogates. A message may have some from the name of a file, and an error here
+                # would hide the one that has ended the run.
+                row = {"error": type(cause).__name__, "message": encodable(str(cause))}
                 self._cluster.end("failed", f"{row['error']}: {row['message']}")
                 self._send_last("error", row, interrupted=True)
         finally:

@@ -312,3 +312,11 @@ def test_the_error_that_ends_a_run_is_kept_with_the_cluster(tmp_path: Path) -> N
     kept = read_cluster(recorder.directory)
     assert kept is not None
     assert (kept.ended, kept.error, kept.hub) == ("failed", "RunDirectoryError: the disk is gone", None)
+
+
+def test_an_error_about_a_file_whose_name_is_no_text_is_kept_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot parse"), make_recorder(tmp_path, Slow()) as recorder:
+        raise ValueError("cannot parse rows-\udcff.jsonl")
+    kept = read_cluster(recorder.directory)
+    assert kept is not None
+    assert (kept.ended, kept.error) == ("failed", "ValueError: cannot parse rows-\\udcff.jsonl")
