@@ -27,6 +27,8 @@ def start(oldest=OLDEST_PYTHON):
     if too_old(oldest):
         sys.stderr.write("error: " + too_old(oldest) + "\n")
         return 1
+    # The output may lack some characters of our lines, as in a locale of Latin-1, or of a path that is not UTF-8.
+    sys.stdout.reconfigure(errors="backslashreplace")
     import environment
 
     try:

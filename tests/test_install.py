@@ -165,6 +165,15 @@ def test_a_call_beside_another_one_says_what_it_waits_for(scripts, capsys):
     second.join()
 
 
+def test_lines_are_printed_where_the_output_lacks_some_of_their_characters(scripts):
+    command, variables = [sys.executable, scripts.install.__file__], os.environ | {"PYTHONIOENCODING": "ascii"}
+    with scripts.environment.alone(), subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as process:
+        try:
+            assert b"waiting for its end \\u2026" in process.stdout.readline()
+        finally:
+            process.kill()
+
+
 def test_a_current_environment_is_left_alone(scripts, capsys):
     scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
     assert scripts.environment.main() == 0
