@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 
+from flash.errors import DeadlineError
 from flash.simulate.faults.cluster import Cluster
 from flash.simulate.faults.loop import FaultLoop, Process
-from flash.simulate.faults.network import LOST_S, Network, Stream
+from flash.simulate.faults.network import LOST_S, Listener, Network, Stream
 from flash.simulate.faults.play import play
 from flash.simulate.faults.scenario import Fault, Scenario
 
@@ -130,6 +131,18 @@ def test_a_connection_that_is_closed_during_a_cut_ends_after_it_even_if_a_proces
             await here.aclose()
             third.kill()
             assert await received(there) == (b"", 5.0)
+
+    run(main)
+
+
+def test_a_client_that_the_hub_does_not_accept_in_time_closes_its_connection() -> None:
+    async def main() -> None:
+        network, one, hub = Network(random.Random(1)), Process("one", "m1"), Process("hub", "m0")
+        network.hub = Listener(hub)
+        with pytest.raises(DeadlineError):
+            async with network.connect(one, "guest-1", 5.0):
+                raise AssertionError("not reached: no hub answers")
+        assert (await received(cast("Stream", await network.hub.accept())))[1] == 5.0
 
     run(main)
 

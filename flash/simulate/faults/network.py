@@ -15,7 +15,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, cast
 
 import anyio
@@ -224,21 +224,23 @@ class Network:
         """
         hub, where = self.hub, "hub at simulated:1"
         async with unwrapped_group() as tasks:
-            with deadline(seconds, f"{where} to accept us", "the network"):
-                stream = await self._open(process, hub, name)
-                set_socket_options(cast("SocketStream", stream))
+            with ExitStack() as opened:
+                with deadline(seconds, f"{where} to accept us", "the network"):
+                    stream = await self._open(process, hub, name)
+                    opened.callback(stream.end)  # Also if the hub does not accept us, as the real client does.
+                    set_socket_options(cast("SocketStream", stream))
+                    try:
+                        await prove_to_server(stream, TOKEN, name)
+                    except TransportError as error:
+                        raise type(error)(f"no connection to {where}: {error}") from error
+                client = Client(FrameConnection(cast("SocketStream", stream), where), where)
+                tasks.start_soon(client.run)
                 try:
-                    await prove_to_server(stream, TOKEN, name)
-                except TransportError as error:
-                    raise type(error)(f"no connection to {where}: {error}") from error
-            client = Client(FrameConnection(cast("SocketStream", stream), where), where)
-            tasks.start_soon(client.run)
-            try:
-                yield client
-            finally:
-                client.close()
-                stream.end()
-                tasks.cancel_scope.cancel()
+                    yield client
+                finally:
+                    client.close()
+                    opened.close()
+                    tasks.cancel_scope.cancel()
 
     async def _open(self, process: Process, hub: Listener | None, name: str) -> Stream:
         """Return this end of a new connection to a hub, as soon as no cut separates the two machines.
