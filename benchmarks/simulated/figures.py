@@ -368,10 +368,10 @@ CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), 
 def end_to_end(args: Args) -> list[Row]:
     """Compare synchronous training with ROLL Flash's techniques, added one after the other, and with Flash.
 
-    RLVR has 128 GPUs and long answers. AgenticRules training has environments that step on their own, then asynchronous
-    training, then redundant environments; Flash has the same settings at each step. The baseline uses all GPUs for
-    generation and then for training, sends a prompt as one request, and steps its environments together. Its step takes
-    the sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
+    RLVR has 128 GPUs and long answers. The agentic workloads (`CHAINS`) get environments that step on their own, then
+    asynchronous training, then redundant environments; Flash has the same settings at each step. The baseline uses all
+    GPUs for generation and then for training, sends a prompt as one request, and steps its environments together. Its
+    step takes the sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
     """
     smaller = {"batch_size": 512} if args.quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}

@@ -24,7 +24,7 @@ from flash.simulate.clock import VirtualLoop
 MOST_PASSES = 100_000
 """Number of passes of the loop at one moment of the clock after which the run counts as one that turns in a circle."""
 RETRY = 1 << 60
-"""Place among the tasks that are cancelled together of anyio's own retry, which comes after all of them."""
+"""Number by which anyio's own retry is sorted among the tasks that are cancelled together: after all of them."""
 
 
 class Process:
@@ -160,7 +160,8 @@ class FaultLoop(VirtualLoop):
         self._passes = 0
         """Number of passes since the clock has advanced."""
         self._sweep: list[tuple[int, int, _Call]] = []
-        """Callbacks that were caused by tasks that are cancelled together: number of the task, place, callback."""
+        """Callbacks that were caused by tasks that are cancelled together, each with the number of its task and its
+        place in this list. `_end_sweep` sorts by both."""
         super().__init__()
         self.set_task_factory(lambda loop, coroutine, **options: _Task(next(self._numbers), coroutine, self, **options))
 
