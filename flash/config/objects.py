@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import sys
@@ -38,7 +39,8 @@ OPTIONS = "options"
 struct."""
 
 IMPORT_PATH = "FLASH_IMPORT_PATH"
-"""Environment variable through which the processes of a run get the import path of the process that started the run."""
+"""Environment variable through which the processes of a run get the import path of the process that started the run. It
+holds a JSON list, because names of folders may contain colons."""
 
 
 CALL_FOLDER = ".call-"
@@ -60,13 +62,13 @@ def share_import_path() -> None:
     A launcher calls this. The processes read it with `take_import_path`. PYTHONPATH is not used, because it would put a
     user's folder before the standard library, also in programs that run under another Python.
     """
-    os.environ[IMPORT_PATH] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    os.environ[IMPORT_PATH] = json.dumps([os.path.abspath(folder) for folder in sys.path])
 
 
 def take_import_path() -> None:
     """Add the import path of the process that started this one, which `share_import_path` has stored. Each process that
     a launcher starts calls this first."""
-    import_from(filter(None, os.environ.get(IMPORT_PATH, "").split(os.pathsep)))
+    import_from(json.loads(os.environ.get(IMPORT_PATH, "[]")))
 
 
 def load_object(path: str) -> Any:
@@ -87,7 +89,7 @@ def load_object(path: str) -> Any:
         except AttributeError as error:
             public = [other for other in dir(found) if not other.startswith("_")]
             raise ConfigError(f"`{module_name}` has no `{attribute}`{suggest(name, public)}") from error
-        except ConfigError:
+        except (ConfigError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a module may import the attribute only now, in its `__getattr__`
             raise _import_failure(module_name, error) from error
@@ -104,7 +106,9 @@ def _load_module(name: str) -> Any:
         raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)}{looked}")
     try:
         return importlib.import_module(name)
-    except ConfigError:  # its own message names what is missing, for example a package
+    # A ConfigError has a message of its own, for example about a missing package. A KeyboardInterrupt is the user's
+    # Ctrl-C during a long import.
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the module is the user's: any exception, even SystemExit, is a fault of the input
         raise _import_failure(name, error) from error

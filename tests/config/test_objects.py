@@ -184,12 +184,13 @@ def test_a_module_of_the_current_directory_is_found(here):
 
 
 def test_what_one_process_imports_another_one_can(here, monkeypatch):
-    monkeypatch.setenv(IMPORT_PATH, "")
-    (here / "deep").mkdir()
-    (here / "deep" / "in_a_folder.py").write_text("class Mine: ...")
-    import_from([str(here / "deep")])
+    monkeypatch.setenv(IMPORT_PATH, "[]")
+    folder = here / "at_12:30"
+    folder.mkdir()
+    (folder / "in_a_folder.py").write_text("class Mine: ...")
+    import_from([str(folder)])
     share_import_path()
-    sys.path.remove(str(here / "deep"))
+    sys.path.remove(str(folder))
     take_import_path()
     assert load_object("in_a_folder:Mine").__name__ == "Mine"
     assert "PYTHONPATH" not in os.environ or str(here) not in os.environ["PYTHONPATH"]
@@ -214,6 +215,13 @@ def test_a_module_that_fails_to_import_says_why(here, source, message):
     (here / "failing_module.py").write_text(source)
     with pytest.raises(ConfigError, match=f"^importing `failing_module` failed: {message}"):
         load_object("failing_module:X")
+
+
+@pytest.mark.parametrize("source", ["raise KeyboardInterrupt", "def __getattr__(name): raise KeyboardInterrupt"])
+def test_an_interrupt_during_an_import_is_no_fault_of_the_module(here, source):
+    (here / "slow_module.py").write_text(source)
+    with pytest.raises(KeyboardInterrupt):
+        load_object("slow_module:X")
 
 
 def test_a_failing_import_names_the_line(here):
