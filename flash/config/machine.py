@@ -12,6 +12,7 @@ unintended.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -29,31 +30,49 @@ from flash.errors import ConfigError
 from flash.foreign import vllm_arguments
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Folder with one entry per GPU, which NVIDIA's kernel driver provides."""
+"""Folder with one entry per GPU of the machine, which NVIDIA's kernel driver provides."""
+
+DEVICES = Path("/dev")
+"""Folder of device files. A process uses a GPU through a file `nvidia0`, `nvidia1` and so on."""
+
+CUDA_NAME = re.compile(r"\d|GPU-|MIG-")
+"""Pattern of the beginning of a valid name of a GPU in CUDA_VISIBLE_DEVICES: a number or an id."""
 
 NVIDIA_SMI_TIMEOUT = 30.0
 """Timeout of `nvidia-smi`, in seconds. The tool takes a few seconds if the driver is not loaded yet."""
 
 
-def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
-    """Return the number of NVIDIA GPUs of this machine, without using CUDA.
+def count_gpus(driver: Path = NVIDIA_DRIVER, devices: Path = DEVICES) -> int:
+    """Return the number of NVIDIA GPUs that this process may use.
 
-    If CUDA_VISIBLE_DEVICES is set, its entries are counted, and the GPUs are not looked at. Called when a configuration
-    with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine. Tests replace `driver`.
+    CUDA itself is not asked: processes that are forked after its first use could not use the GPUs. If
+    CUDA_VISIBLE_DEVICES is set, its names are counted as CUDA reads them, and the GPUs are not looked at. Called when a
+    configuration with `cluster.gpus_per_node = "auto"` is read, and by checks of the machine. Tests replace `driver`
+    and `devices`.
 
     Raises:
         ConfigError: `nvidia-smi` did not answer in time.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        count = 0
-        for name in visible.split(","):
-            if not name.strip() or name.strip().startswith("-"):  # CUDA ignores what follows an invalid entry
+        names: list[str] = []
+        for name in map(str.strip, visible.split(",")):
+            # CUDA ignores an invalid name and all names after it. Some versions of SLURM set `NoDevFiles` for a job
+            # without GPUs.
+            if CUDA_NAME.match(name) is None:
                 break
-            count += 1
-        return count
-    if driver.is_dir():
-        return sum(1 for _ in driver.iterdir())
+            if name in names:  # CUDA then ignores the whole list
+                return 0
+            names.append(name)
+        return len(names)
+    present = sum(1 for _ in driver.iterdir()) if driver.is_dir() else 0
+    # In a container the driver's folder names all GPUs of the machine, but only the GPUs that were given to the
+    # container have device files.
+    usable = min(present, sum(1 for _ in devices.glob("nvidia[0-9]*")))
+    if usable > 0:
+        return usable
+    # The tool makes the device files if no process has used a GPU since the machine started. It also knows the GPUs of
+    # WSL, where the driver has no such folder.
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0

@@ -11,7 +11,18 @@ from flash.config.tree import Config
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [("", 0), ("0", 1), ("0,1,3", 3), ("-1", 0), ("0,-1,1", 1), ("GPU-a,MIG-b", 2)]
+    ("visible", "count"),
+    [
+        ("", 0),
+        ("0", 1),
+        ("0, 1,3", 3),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("GPU-a,MIG-b", 2),
+        ("NoDevFiles", 0),
+        ("0,none,1", 1),
+        ("0,0", 0),
+    ],
 )
 def test_visible_devices_are_counted_as_cuda_reads_them(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -20,9 +31,18 @@ def test_visible_devices_are_counted_as_cuda_reads_them(monkeypatch, visible, co
 
 def test_gpus_are_counted_from_the_driver(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpus, devices = tmp_path / "gpus", tmp_path / "dev"
     for bus in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / "gpus" / bus).mkdir(parents=True)
-    assert count_gpus(tmp_path / "gpus") == 2
+        (gpus / bus).mkdir(parents=True)
+    devices.mkdir()
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert count_gpus(gpus, devices) == 0  # a container without GPUs
+    (devices / "nvidia1").touch()
+    assert count_gpus(gpus, devices) == 1  # a container with one of the GPUs
+    (devices / "nvidia0").touch()
+    assert count_gpus(gpus, devices) == 2
 
 
 @pytest.mark.parametrize(
