@@ -384,7 +384,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
     options = overridden_options(base, arguments.config)
     with _rhythm_weights(arguments, config) as weights:
         tokenizer = HfTokenizer(weights.model)
-        responses = _rhythm_responses(arguments, config, tokenizer)
+        responses = _rhythm_responses(arguments, tokenizer)
         _check_shown(arguments, responses)
         drawn = (arguments.show, arguments.at or 0) if arguments.plot is not None else None
         measured, picture = examine_responses(
@@ -459,19 +459,13 @@ def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Gen
         yield RhythmWeights(msgspec.structs.replace(config.model, path=path), description)
 
 
-def _rhythm_responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> RhythmResponses:
+def _rhythm_responses(arguments: argparse.Namespace, tokenizer: Any) -> RhythmResponses:
     """Return the responses to examine: the text that the user has named, or recorded samples of the run."""
     from flash.run.rhythm import recorded_responses, text_responses
 
     if arguments.text is not None:
         return text_responses(arguments.text, arguments.prompt, tokenizer)
-    assert config is not None, "without a text a run was named"
-    return recorded_responses(
-        Path(arguments.what),
-        arguments.step,
-        arguments.samples or RHYTHM_SAMPLES,
-        max_tokens=config.train.max_tokens_per_microbatch,
-    )
+    return recorded_responses(Path(arguments.what), arguments.step, arguments.samples or RHYTHM_SAMPLES)
 
 
 def _check_shown(arguments: argparse.Namespace, responses: RhythmResponses) -> None:

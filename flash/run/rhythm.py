@@ -21,6 +21,7 @@ import numpy as np
 
 from algorithms.couplings import Signals, anchors, couplings, plans
 from algorithms.rhythm import FloatArray, Rhythm, changes
+from flash.branches import split_branches
 from flash.config.decode import examine, refuse
 from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
@@ -42,16 +43,14 @@ KEY = "algorithm.rhythm"
 
 @dataclass(frozen=True)
 class RhythmResponses:
-    """Responses to examine: a text, or samples of a recorded batch."""
+    """Responses to examine: a text, or branches of the samples of a recorded batch."""
 
     trajectories: list[Trajectory]
-    """The responses, each with its prompt."""
+    """The responses, each with its prompt. Each is one sequence, and has at least 2 tokens, one of which is trained."""
     names: list[str]
     """Name of each response for the output."""
     min_version: int
-    """Oldest version of the weights whose tokens are trained. Responses with older tokens only are not examined."""
-    max_tokens: int
-    """Largest number of tokens of a micro-batch, the sequences that the model computes in one pass."""
+    """Oldest version of the weights whose tokens are trained."""
 
 
 def overridden_options(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
@@ -104,17 +103,19 @@ def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> Rhy
         versions=[VersionRun(0, count)],
         turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0)],
     )
-    return RhythmResponses([whole], [text.name], 0, len(tokens))
+    return RhythmResponses([whole], [text.name], 0)
 
 
-def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tokens: int) -> RhythmResponses:
-    """Return up to `samples` samples of a recorded batch, spread evenly over it. For `flash rhythm` with a run.
+def recorded_responses(run_dir: Path, step: int | None, samples: int) -> RhythmResponses:
+    """Return the responses of up to `samples` samples of a recorded batch, spread evenly over it.
+
+    For `flash rhythm` with a run. An episode with several branches, which are several sequences of tokens, gives a
+    response for each of them.
 
     Args:
         run_dir: the run directory.
         step: number of the step that trained the batch; None: the newest recorded step.
         samples: largest number of samples.
-        max_tokens: largest number of tokens of a micro-batch.
 
     Raises:
         ConfigError: there is no such batch, or it has no response that can be examined.
@@ -130,24 +131,25 @@ def recorded_responses(run_dir: Path, step: int | None, samples: int, *, max_tok
     if step not in steps:
         raise ConfigError(f"--step: expected one that is recorded ({steps[0]} to {steps[-1]}), got {step}")
     batch = read_batch(folder, step)
-    fit = [
-        number
-        for number, one in enumerate(batch.trajectories)
-        if one.action_count > 1 and one.trained_tokens(batch.min_version) > 0
-    ]
+    fit: list[tuple[int, int, Trajectory]] = []  # number of the sample, number of the branch, the branch
+    for number, one in enumerate(batch.trajectories):
+        for place, branch in enumerate(split_branches(one)):
+            if branch.action_count > 1 and branch.trained_tokens(batch.min_version) > 0:
+                fit.append((number, place, branch))
     if not fit:
         raise ConfigError(
             f"{run_dir}: no response of step {step} has a token that was trained and at least 2 tokens, since a change "
             "is between neighbours"
         )
-    count = min(samples, len(fit))
-    chosen = [fit[place * len(fit) // count] for place in range(count)]
-    some = [batch.trajectories[number] for number in chosen]
-    names = [
-        f"step {step}, sample {number} (group {one.task.group_id}, reward {one.reward:g})"
-        for number, one in zip(chosen, some, strict=True)
-    ]
-    return RhythmResponses(some, names, batch.min_version, max_tokens)
+    numbers = list(dict.fromkeys(number for number, _, _ in fit))
+    count = min(samples, len(numbers))
+    chosen = {numbers[place * len(numbers) // count] for place in range(count)}
+    some = [(number, place, branch) for number, place, branch in fit if number in chosen]
+    names: list[str] = []
+    for number, place, one in some:
+        branch = f", branch {place}" if len(batch.trajectories[number].branches) > 1 else ""
+        names.append(f"step {step}, sample {number}{branch} (group {one.task.group_id}, reward {one.reward:g})")
+    return RhythmResponses([branch for _, _, branch in some], names, batch.min_version)
 
 
 def examine_responses(
@@ -187,14 +189,17 @@ def examine_responses(
         longest, limit = max(one.length for one in responses.trajectories), positions(policy)
         if limit is not None and longest > limit:
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
-        samples = [ShardSample(number, one) for number, one in enumerate(responses.trajectories)]
-        micros = pack(samples, min_version=responses.min_version, max_tokens=responses.max_tokens)
+        # A micro-batch for each response, in the order of the responses, so that results are found by their numbers.
+        micros = pack(
+            [ShardSample(number, one) for number, one in enumerate(responses.trajectories)],
+            min_version=responses.min_version,
+            max_tokens=longest,
+            share_rows=False,
+        )
         heads, observed = observe_responses(policy, mesh, micros, options)
-        observed.sort(key=lambda one: one.sample)  # packing has changed the order
         measured_responses: list[MeasuredResponse] = []
-        for one in observed:  # `one.sample` is the index of the response in `responses`
-            texts = token_texts(responses.trajectories[one.sample].tokens().tolist())
-            name = responses.names[one.sample]
+        for trajectory, name, one in zip(responses.trajectories, responses.names, observed, strict=True):
+            texts = token_texts(trajectory.tokens().tolist())
             measured_responses.append(_measured_response(name, texts, options, one.signals, one.multiplier_R))
         measured = MeasuredRhythm(
             weights=weights,
@@ -207,9 +212,8 @@ def examine_responses(
         if drawn is None:
             return measured, None
         number, begin = drawn
-        part = _drawn_range(observed[number].signals, samples[number].trajectory.length, begin)
-        (micro,) = pack([samples[number]], min_version=responses.min_version, max_tokens=responses.max_tokens)
-        maps = attention_maps(policy, micro, heads, part)
+        part = _drawn_range(observed[number].signals, responses.trajectories[number].length, begin)
+        maps = attention_maps(policy, micros[number], heads, part)
         return measured, DrawnRhythm(measured.responses[number], part.start, maps)
 
 

@@ -18,6 +18,7 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.rhythm import text_responses
 from flash.trainer.model.tiny_model import save_tokenizer
 from flash.types import Batch, VersionRun
+from tests.branching import joined
 from tests.trainer.trainer_cases import at, make_trajectory, write_model
 
 TEXT = "12+34=46" * 9
@@ -128,6 +129,34 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
     assert code == 0
     assert "looked at   8 responses" in out
     assert "response 0: step 3, sample 0" in out
+
+
+def test_each_trained_branch_of_an_episode_is_a_response(
+    flash: Command, model: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    branches = [make_trajectory(0, 0, [VersionRun(5, count)], rng, reward=0.25) for count in (90, 1, 30)]
+    old = make_trajectory(0, 0, [VersionRun(0, 20)], rng, reward=0.25)
+    batch = [at(1.0, one) for one in (branches[2], joined([*branches[:2], old, branches[2]]))]
+    RunDirectory(run_dir).write_batch(Batch(5, 4, batch, []), keep_all=True)
+    found, picture = tmp_path / "seen.json", tmp_path / "seen.png"
+    options = ("--show", 2, "--at", 29, "--json", found, "--plot", picture)
+    code, out, err = flash(run_dir, "--model", model, *options)
+    assert (code, err) == (0, "")
+    assert "3 responses of 150 tokens" in out
+    seen: dict[str, Any] = json.loads(found.read_text())
+    alone, first, last = seen["responses"]
+    assert [one["name"] for one in (alone, first, last)] == [
+        "step 5, sample 0 (group 0, reward 0.25)",
+        "step 5, sample 1, branch 0 (group 0, reward 1)",
+        "step 5, sample 1, branch 3 (group 0, reward 1)",
+    ]
+    assert [len(one["places"]) for one in (first, last)] == [90, 30]
+    assert len(first["tokens"]) == branches[0].length
+    # The same tokens are measured in the same way, also as a branch of a longer episode.
+    assert (last["tokens"], last["places"]) == (alone["tokens"], alone["places"])
+    assert last["waad"] == pytest.approx(alone["waad"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
