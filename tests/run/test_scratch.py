@@ -30,12 +30,27 @@ with scratch_folder() as folder:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
+NAMELESS = """
+import os, pwd, sys
+from pathlib import Path
+from flash.run.processes.launch_state import scratch_folder
+os.setgid(54321)
+os.setuid(54321)
+for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+    os.environ.pop(name, None)
+with scratch_folder(Path(sys.argv[1])):
+    print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
 ENGINE = """
-import sys
+import mmap, os, sys, tempfile
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=8)
 resource_tracker.unregister(memory._name, "shared_memory")  # as if it had been killed, too
+with open(os.path.join(os.fsencode(tempfile.gettempdir()), b"\\xff"), "wb+") as file:  # a name that is no text
+    file.truncate(8)
+    mapped = mmap.mmap(file.fileno(), 8)
 print(memory.name, flush=True)
 sys.stdin.read()
 """
@@ -64,6 +79,13 @@ def test_compiled_kernels_outlive_the_job(temporary: Path, monkeypatch: pytest.M
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with scratch_folder(temporary) as folder:
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary != folder
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a name")
+def test_a_user_without_a_name_has_a_folder_for_compiled_kernels(temporary: Path) -> None:
+    temporary.chmod(0o777)
+    done = subprocess.run([sys.executable, "-c", NAMELESS, str(temporary)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{temporary}/torchinductor_uid_54321\n", "")
 
 
 def test_the_next_launch_removes_what_a_killed_one_has_left(temporary: Path) -> None:

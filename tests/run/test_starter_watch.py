@@ -123,3 +123,16 @@ def test_another_process_with_the_id_of_the_launcher_is_not_the_launcher() -> No
         [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def test_the_start_of_a_process_is_found_whatever_its_name() -> None:
+    program = """
+import os
+from flash.run.processes.launch_state import start_ticks
+before = start_ticks(os.getpid())
+with open("/proc/self/comm", "wb") as file:
+    file.write(b"a) 7 \\xff")
+print(start_ticks(os.getpid()) == before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -52,8 +52,9 @@ LONGEST_SCRATCH = 64
 it, and Linux allows 107."""
 SCRATCH_LOCK = "lock"
 """Name of the lock file in the scratch folder."""
-SHARED_NAME = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
-"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps."""
+SHARED_NAME = re.compile(rb" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
+"""Pattern of a shared-memory block or semaphore of Python's multiprocessing in a line of /proc/PID/maps. Names of files
+in other lines may be no text."""
 SHARED_MEMORY = "shared-memory"
 """Name of the file in the scratch folder that lists the names that the engines of this launch use in /dev/shm. Nothing
 else distinguishes them from the names of other jobs."""
@@ -83,9 +84,10 @@ def start_ticks(pid: int) -> str:
     Raises:
         FileNotFoundError, ProcessLookupError: there is no such process, or it has ended just now.
     """
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    # The second field is the name of the program, in parentheses; the name may contain anything.
-    return stat.rpartition(")")[2].split()[19]
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    # The second field is the name of the program, in parentheses. The name may contain anything, also bytes that are
+    # no text.
+    return stat.rpartition(b")")[2].split()[19].decode("ascii")
 
 
 def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
@@ -201,6 +203,10 @@ def scratch_folder(parent: Path | None = None) -> Generator[Path]:
     in `parent`, or else in Python's folder for temporary files; in /tmp if its path would be too long there.
     """
     base = str(parent or tempfile.gettempdir())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = f"uid_{os.getuid()}"
     short = base if len(os.fsencode(base)) < LONGEST_SCRATCH - 20 else "/tmp"  # 20 bytes for the folder's own name
     remove_abandoned(Path(short))
     # Locked before it gets its final name, under which other launches look for abandoned folders.
@@ -212,7 +218,7 @@ def scratch_folder(parent: Path | None = None) -> Generator[Path]:
             "TMPDIR": str(folder),
             # Compiled kernels are worth keeping, so their cache stays where torch puts it by default.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-                "TORCHINDUCTOR_CACHE_DIR", os.path.join(base, f"torchinductor_{getpass.getuser()}")
+                "TORCHINDUCTOR_CACHE_DIR", os.path.join(base, f"torchinductor_{user}")
             ),
         }
         before = {name: os.environ.get(name) for name in variables}
@@ -244,7 +250,8 @@ def remember_shared_memory(core: int) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             if os.getpgid(int(process.name)) == core:
-                found.update(SHARED_NAME.findall((process / "maps").read_text()))
+                maps = (process / "maps").read_bytes()
+                found.update(name.decode("ascii") for name in SHARED_NAME.findall(maps))
     with suppress(OSError), (Path(os.environ[SCRATCH]) / SHARED_MEMORY).open("a+") as file:
         file.seek(0)
         # A single write to a file in append mode, because several engines may start at the same time.
