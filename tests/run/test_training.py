@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -50,8 +50,10 @@ GIVEN: dict[str, Any] = {"model": "a/b", "data": "rows.jsonl", "reward": reward}
         ({"steps": "30"}, '`run.steps` (argument `steps`): expected an integer above 0, got "30"'),
         ({"steps": 0}, "`run.steps` (argument `steps`): expected an integer above 0, got 0"),
         ({"model": None}, "`model.path`: is missing"),
-        ({"model": 5}, "`model.path` (argument `model`): expected text, got 5"),
-        ({"model": object()}, "`model.path`: expected text, a number, true or false, a list, a dict, a function or a"),
+        ({"model": 5}, "`model`: expected a folder, a hub id or a GGUF file, got a value of type int: write a model"),
+        ({"model": lambda tokens: tokens}, "`model`: expected a folder, a hub id or a GGUF file, got <lambda>(tokens)"),
+        ({"model": ["a/b"]}, "`model`: expected a folder, a hub id or a GGUF file, got a value of type list"),
+        ({"data": [{"prompt": "1+1"}]}, "`data`: expected the path of a file or folder with rows, got a value of type"),
         ({"name": "a/b"}, "`run.name` (argument `name`): expected text matching"),
         ({"settings": {"train.async_ration": 2}}, "no such key; did you mean `train.async_ratio`?"),
         ({"settings": {"train": {"async_ration": None}}}, "no such key; did you mean `train.async_ratio`?"),
@@ -95,6 +97,8 @@ def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
         sft(model="a/b", data="rows.jsonl", epochs=0)
     with pytest.raises(ConfigError, match="there are no rows to learn"):
         sft(model="a/b")
+    with pytest.raises(ConfigError, match="`data`: expected the path of a file or folder with rows"):
+        sft(model="a/b", data=cast("Any", [{"prompt": "1+1", "completion": "2"}]))
     with pytest.raises(ConfigError, match="`samples`: expected a number of answers of at least 1, got 0"):
         evaluate(**GIVEN, samples=0)
     with pytest.raises(ConfigError, match="`reward` is given without `data`"):
