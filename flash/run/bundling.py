@@ -260,6 +260,7 @@ def _check_code(bundle: Path, model: Path | None, scratch: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",  # the user's code may print bytes that are no text
         check=False,
     )
     # The file is the last thing that the command writes. Its exit code is also 1 if results differ.

@@ -288,7 +288,8 @@ def test_a_bundle_that_lacks_a_part_of_the_objective_does_not_appear(
     call = f"        {expression}\n        return ObjectiveOutput"
     own = "import importlib\nfrom pathlib import Path\n" + OWN.replace("my_own", "late_own")
     own = own.replace("        return ObjectiveOutput", call)
-    for name, text in (("__init__", ""), ("scaled", own), ("factor", "FACTOR = 3.0\n"), ("late", "")):
+    factor = 'import os\nos.write(2, b"\\xff: no text\\n")\nFACTOR = 3.0\n'
+    for name, text in (("__init__", ""), ("scaled", own), ("factor", factor), ("late", "")):
         (package / f"{name}.py").write_text(text)
     (package / "table.json").write_text("{}")
     objective = {"algorithm": {"objective": "late_own.scaled:Scaled"}, "env": {"folders": [str(package.parent)]}}
