@@ -320,7 +320,9 @@ async def _roll_out_here(
     seconds = config.deadlines.request
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
-            await (await make_node(0, HubLink(0, 0, caller), config, env, now)).run()
+            # The first node has number 0, and so has its first engine. The hub numbers all other nodes and engines.
+            node = await make_node(0, HubLink(0, 0, caller), config, env, now)
+            await node.run()
 
 
 @contextmanager

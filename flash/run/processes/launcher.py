@@ -297,10 +297,11 @@ class JoinedLoop(SupervisedPart):
             # `flash join` has no configuration at first. It asks once (0 seconds), so that its user sees at once that
             # there is no hub.
             seconds = self.config.deadlines.rendezvous if self.config else 0.0
-            found = await self._search.find(seconds, self._run)
-            self._run = found and found[1]
+            found = await self._search.find(seconds, self._run)  # the hub's address, and its description of the run
+            self._run = None if found is None else found[1]
         run = self._run
         if run is None or run.ending:
+            # Here `flash join` has come too late. At a restart, or for a node of a job, the end of the run is no error.
             if run is not None and self._own is None and first:
                 raise ConfigError(f"the run of {self._place} is at its end: there is nothing left for a node to do")
             say("the run is over")
@@ -308,7 +309,8 @@ class JoinedLoop(SupervisedPart):
         config, file = self._configure(run)
         self.config = config
         await anyio.to_thread.run_sync(make_missing_models, config, abandon_on_cancel=True)
-        node = config.cluster.trainer_nodes if self._node is None else self._node
+        node = self._number_in_job(config)
+        # The node loop serves only hubs whose configuration has this digest.
         order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
         self.processes.fork_from(loops_server(config, node))
         ended = await self.processes.run("node", file, [order])
@@ -316,6 +318,14 @@ class JoinedLoop(SupervisedPart):
         # After another end the hub is probably there, and the node loop looks for it itself (`HubSearch`).
         self._needs_hub, self._begun = end == End.WITH_PEER, time.time()
         return end, [describe("the node loop", one) for one in silent]
+
+    def _number_in_job(self, config: Config) -> int:
+        """Return the number of this machine in its job. `config`: the run's configuration.
+
+        The number determines the engines of the machine. A machine without a job gets the first number of a node that
+        has engines only.
+        """
+        return config.cluster.trainer_nodes if self._node is None else self._node
 
     def _configure(self, run: p.RunReply) -> tuple[Config, Path]:
         """Return the run's configuration on this machine, and the file from which the node loop reads it.
@@ -344,8 +354,7 @@ class JoinedLoop(SupervisedPart):
         share_import_path()
         if hub_table["cluster"]["gpus_per_node"] and not config.gpus_per_node:
             raise ConfigError("this machine has no GPU, and the engines of this run need one")
-        node = config.cluster.trainer_nodes if self._node is None else self._node
-        if not config.engines_on(node):
+        if not config.engines_on(self._number_in_job(config)):
             raise ConfigError(
                 f"an engine wants engine.tensor_parallel = {config.engine.tensor_parallel} GPUs, and this machine has "
                 f"{config.gpus_per_node}"

@@ -171,7 +171,7 @@ class Processes:
         """Wait until a process has ended, and add its result to `ended`. Sets `failing` if it did not end in order.
 
         A process that still runs when this task is cancelled, or when its server is gone, is killed. If the server is
-        gone, the exit code of the process cannot be known.
+        gone, the exit code of the process cannot be known. `number` counts the processes that started together.
         """
         self._living[number] = process
         if self._last_signal is not None:  # the group was asked to end while this process was being started
@@ -183,7 +183,7 @@ class Processes:
                 _kill(process)
             process.join(KILLED_S)
             del self._living[number]
-        code = process.exitcode
+        code = process.exitcode  # None if even SIGKILL has not ended the process, which then waits for a device
         ended.append(EndedProcess(number, _id_of(process), SERVER_GONE if code is None else code))
         if code != End.OVER:
             failing.set()
