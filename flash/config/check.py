@@ -125,8 +125,8 @@ def check_env(config: Config) -> Iterator[ConfigProblem]:
 
 def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
     """Yield the error of the environment's own classmethod `check` about its options (`kwargs`), if it has one."""
-    own_check: Callable[..., object] | None = getattr(env, "check", None)
-    if own_check is None:
+    own_check: object = getattr(env, "check", None)
+    if not callable(own_check):
         return
     try:
         own_check(**kwargs)

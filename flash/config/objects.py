@@ -31,6 +31,9 @@ from flash.errors import ConfigError
 ENVIRONMENT_METHODS = ("reset", "step", "close")
 """Methods that a class must have to be an environment; see `flash.environment`."""
 
+CLASS_METHODS = ("check", "prepare", "kind_of", "held_out_problems", "solution_of", "wrapped", "domains")
+"""Optional methods of an environment that Flash calls on the class, without an episode; see `flash.environment`."""
+
 WRAPPED = "wrapped"
 """Name of the method by which a class around another environment names that environment."""
 
@@ -176,11 +179,18 @@ def load_environment(path: str) -> type[object]:
     the environment.
 
     Raises:
-        ConfigError: there is no such object, it is not an environment, or it has `inform` and a blocking method.
+        ConfigError: there is no such object, it is not an environment, a method that must be a classmethod is none, or
+            it has `inform` and a blocking method.
     """
     found = load_object(path)
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
         raise ConfigError(f"`{path}` is not an environment: expected a class with reset, step and close")
+    for name in CLASS_METHODS:  # the class may have a method of its own that has one of these names by chance
+        if inspect.isfunction(inspect.getattr_static(found, name, None)):
+            raise ConfigError(
+                f"`{path}`: Flash calls the method {name} on the class, without an episode: put @classmethod above it, "
+                "or rename it if it has another purpose"
+            )
     if hasattr(found, "inform"):  # blocking methods run in threads, where the view that `inform` gets must not be used
         for name in ENVIRONMENT_METHODS:
             if not inspect.iscoroutinefunction(getattr(found, name)):

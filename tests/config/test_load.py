@@ -33,6 +33,12 @@ class Refusing:
         if size > 2:
             raise ValueError("too large")
 
+class Judging(Refusing):
+    def check(self, answer): ...
+
+class Unchecked(Refusing):
+    check = False
+
 class Speechless:
     def reset(self, seed): ...
 """
@@ -369,6 +375,10 @@ def test_a_file_that_is_not_text_is_refused(project):
             ["env.path=my_module_for_config:Speechless"],
             "`env.path` (setting): `my_module_for_config:Speechless` is not",
         ),
+        (
+            ["env.path=my_module_for_config:Judging"],
+            "`env.path` (setting): `my_module_for_config:Judging`: Flash calls the method check on the class, without",
+        ),
         (["env.path=math:pi"], "`env.path` (setting): `math:pi` is not an environment: expected a class with reset,"),
         (
             ["model.path=./nothing"],
@@ -532,6 +542,8 @@ def test_what_an_environment_says_of_its_options_is_repeated(project):
     with pytest.raises(ConfigError, match=r"`env.options` \(own.toml\): Refusing refuses them: ValueError: too large$"):
         load([Path("own.toml")])
     assert load([Path("own.toml")], ["env.options.size=2"]).env.options == {"size": 2}
+    # An attribute of this name that cannot be called is no check.
+    assert load([Path("own.toml")], ["env.path=my_module_for_config:Unchecked"]).env.options == {"size": 3}
 
 
 def test_a_damaged_model_description_is_refused(project):
