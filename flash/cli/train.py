@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from flash.cli.arguments import CommandParsers, add_hub_option, hub_place
 from flash.config.check import advise
 from flash.config.decode import ConfigProblem, refuse
-from flash.config.load import dump, load, split_arguments
+from flash.config.load import dump, is_setting, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.text import harmless
@@ -245,12 +245,12 @@ def run_join(arguments: argparse.Namespace) -> int:
     """Join a run and serve it until it is over or a signal arrives, for `flash join`. Returns the exit code."""
     from flash.run.processes.launcher import OWN_KEYS, join
 
-    overrides = [argument for argument in arguments.where if "=" in argument]
+    overrides = [argument for argument in arguments.where if is_setting(argument)]
     foreign = [override for override in overrides if override.partition("=")[0].strip() not in OWN_KEYS]
     if foreign:
         known = ", ".join(f"`{key}`" for key in OWN_KEYS)
         raise ConfigError(f"`{foreign[0]}` is not a machine's own: the run has it; a node that joins may set {known}")
-    place = hub_place(arguments.hub, [argument for argument in arguments.where if "=" not in argument])
+    place = hub_place(arguments.hub, [argument for argument in arguments.where if not is_setting(argument)])
     return join(place, overrides)
 
 

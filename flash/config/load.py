@@ -575,7 +575,7 @@ def as_setting(word: str, after: Sequence[str]) -> str:
     name, equals, value = word.partition("=")
     if not equals:
         # The next word may be the value, unless it is a setting or an option itself.
-        value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else "VALUE"
+        value = after[0] if after and not is_setting(after[0]) and not after[0].startswith("-") else "VALUE"
     return " or ".join(f"`{path}={value}`" for path in _keys_named(name.replace("-", "_")))
 
 
@@ -620,15 +620,21 @@ def _resolve(config: Config) -> Config:
     return config
 
 
+def is_setting(argument: str) -> bool:
+    """Return True if an argument of a command is a setting `key.path=value`, and not a path."""
+    key, equals, _ = argument.partition("=")
+    # Names of folders may contain an equals sign, as in `sweep/lr=0.1/run.toml`.
+    return bool(equals) and "/" not in key and not os.path.exists(argument)
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Divide the arguments of a command into config files and `key.path=value` overrides. Overrides are the arguments
-    with an equals sign.
+    """Divide the arguments of a command into config files and settings, which override the files.
 
     Raises:
         ConfigError: no file was given, or an argument names no file but a key, so it is probably meant as a setting.
     """
-    overrides = [argument for argument in arguments if "=" in argument]
-    paths = [Path(argument) for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if is_setting(argument)]
+    paths = [Path(argument) for argument in arguments if not is_setting(argument)]
     for place, word in enumerate(arguments):
         if "=" not in word and not os.path.exists(word) and (setting := as_setting(word, arguments[place + 1 :])):
             raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")

@@ -20,6 +20,7 @@ from flash.cli.main import main
         (["join", "--hub", "node1:29500"], "FLASH_TOKEN is not set"),
         (["join", "a", "train.steps=3"], "`train.steps=3` is not a machine's own: the run has it"),
         (["join", "nowhere", "engine.count=2"], "nowhere is no run directory"),
+        (["join", "sweep/lr=0.1", "engine.count=2"], "sweep/lr=0.1 is no run directory"),
         (["drain", "a", "b"], "expected the number of a node, as the run's output names it, got b"),
         (["drain", "3"], "expected one run directory"),
         (["drain", "a", "3", "4"], "or --hub HOST:PORT, got a and 3"),

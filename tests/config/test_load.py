@@ -157,6 +157,14 @@ def test_a_file_by_the_name_of_a_setting_is_a_file(project):
     assert split_arguments(["train"]) == ([Path("train")], [])
 
 
+def test_a_path_may_contain_an_equals_sign(project):
+    (project / "lr=0.1").mkdir()
+    (project / "lr=0.1" / "run.toml").touch()
+    absolute, missing = str(project / "lr=0.1" / "run.toml"), "sweep/lr=0.2/run.toml"
+    words = [absolute, "lr=0.1/run.toml", missing, "run.name=a", "model.path=models/a=b"]
+    assert split_arguments(words) == ([Path(absolute), Path("lr=0.1/run.toml"), Path(missing)], words[3:])
+
+
 @pytest.mark.parametrize(
     ("named", "told"),
     [
