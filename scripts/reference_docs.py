@@ -37,10 +37,10 @@ CONFIGURATION = """\
 
 The configuration of a run is one or more TOML files, followed by settings: `flash train base.toml mine.toml
 train.async_ratio=0`. Later files take precedence over earlier ones, key by key, also in nested tables, and settings
-take precedence over files. The value of a setting is read as TOML; a value that is not TOML is text. `{}` as the value
-of a table removes what earlier files set in it. All keys of the table then have their defaults, and an optional table
-is on: `lora={}` trains adapters. `none` unsets a key, or removes an optional table. Some tables have several kinds, of
-which the key `kind` chooses one: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
+take precedence over files. The value of a setting is read as TOML; a value that is not TOML, or is a date, is text.
+`{}` as the value of a table removes what earlier files set in it. All keys of the table then have their defaults, and
+an optional table is on: `lora={}` trains adapters. `none` unsets a key, or removes an optional table. Some tables have
+several kinds, of which the key `kind` chooses one: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
 
 `flash train --dry-run` tries everything except engines and training.
 

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, time
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, NamedTuple, Union, cast, get_args, get_origin
 
@@ -248,6 +249,8 @@ def show(value: Any) -> str:
         return "a table"
     if isinstance(value, int) and abs(value) >= 2**64:
         return f"a number of {value.bit_length()} bits"
+    if isinstance(value, date | time):
+        return f"{value}, which is a date or a time in TOML: put text in quotes"
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
     except ValueError:  # an integer with more digits than Python converts to text

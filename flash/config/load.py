@@ -12,6 +12,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -473,14 +474,15 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value on the right side of an override: the value of a TOML text, or the text itself if it is not
-    TOML."""
+    """Return the value on the right side of an override: the value of a TOML text, or the text itself if it is not TOML
+    or is a date or a time."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    # A text with line breaks, such as `1\nrun.name = "x"`, would set further keys.
-    return parsed["value"] if len(parsed) == 1 else text
+    # No key takes a date, but a run may be named after one. A text with line breaks, such as `1\nrun.name = "x"`, would
+    # set further keys.
+    return text if len(parsed) > 1 or isinstance(parsed["value"], date | time) else parsed["value"]
 
 
 def _merge(

@@ -157,6 +157,15 @@ def test_a_file_by_the_name_of_a_setting_is_a_file(project):
     assert split_arguments(["train"]) == ([Path("train")], [])
 
 
+def test_a_run_may_be_named_after_a_date(project):
+    assert resolve("run.name=2026-11-30").run.name == "2026-11-30"
+    (project / "dated.toml").write_text("run.name = 2026-11-30")
+    with pytest.raises(ConfigError) as error:
+        load(["run.toml", "dated.toml"])
+    told = "got 2026-11-30, which is a date or a time in TOML: put text in quotes"
+    assert str(error.value).endswith(told)
+
+
 def test_a_path_may_contain_an_equals_sign(project):
     (project / "lr=0.1").mkdir()
     (project / "lr=0.1" / "run.toml").touch()
