@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,7 +229,7 @@ def async_vs_sync(args: Args) -> list[Row]:
     First the prompts are lengthened until a synchronous step trains about as long as it generates. The tiny model has
     learned little more than the form of an answer, since only speed is compared. The bound of a speed-up is (generation
     + training) / max(generation, training), from the synchronous run: no schedule of the same work on these two cores
-    is faster. It is 2 at equal halves.
+    is faster. It is 2 at equal halves, if neither core slows the other one down; another row says how far that holds.
     """
     prompts, tried = balanced(args)
     runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30, prompts)
@@ -238,7 +241,29 @@ def async_vs_sync(args: Args) -> list[Row]:
         for padding, ratio in tried.items()
     ]
     replace = msgspec.structs.replace
-    return [*(replace(row, bound=bound) if row.metric == "speedup" else row for row in rows), *paddings]
+    cores = Row("both cores at once over one core", "capacity", "x", statistics.median(capacity() for _ in range(5)))
+    return [*(replace(row, bound=bound) if row.metric == "speedup" else row for row in rows), cores, *paddings]
+
+
+def capacity() -> float:
+    """Return how much faster cores 0 and 1 work at once than core 0 alone; 2 if neither slows the other one down."""
+    with multiprocessing.get_context("spawn").Pool(2) as workers:
+        alone = workers.map(products_per_s, [0])
+        both = workers.map(products_per_s, [0, 1], chunksize=1)
+    return sum(both) / alone[0]
+
+
+def products_per_s(core: int) -> float:
+    """Return how many products of two matrices a second this process computes on the core, measured for two seconds."""
+    import torch
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    matrix, products, start = torch.randn(256, 256), 0, time.perf_counter()
+    while time.perf_counter() < start + 2:
+        matrix @ matrix
+        products += 1
+    return products / (time.perf_counter() - start)
 
 
 def balanced(args: Args, train: Train = train) -> tuple[list[str], dict[int, float]]:
