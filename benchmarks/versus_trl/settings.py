@@ -92,7 +92,6 @@ def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
     return {
         "lr": train.learning_rate,
         "betas": train.betas,
-        "eps": train.eps,
         "weight_decay": train.weight_decay,
         "fused": True,
     }

@@ -52,8 +52,6 @@ class TrainConfig(Section, frozen=True):
     """Learning rate at the end of the decay; at most `learning_rate`."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay rates β₁ and β₂ of AdamW's moments."""
-    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
-    """AdamW's ε, which is added to the denominator of an update."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Coefficient of decoupled weight decay. 0: none."""
     max_grad_norm: PositiveFloat = 1.0

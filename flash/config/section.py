@@ -117,6 +117,7 @@ REMOVED: dict[str, RemovedKey] = {
         f"algorithm.rhythm.{name}": RemovedKey(value, f"It is fixed at {value:g}, as algorithms/rhythm.py says")
         for name, value in RHYTHM.items()
     },
+    "train.eps": RemovedKey(1e-8, "AdamW's ε is 1e-08"),
     "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),
     **{
         f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')

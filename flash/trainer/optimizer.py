@@ -325,9 +325,7 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
             moves the weights, the moments stay with the weights.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options: dict[str, Any] = {
-        "lr": train.learning_rate, "betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay,
-    }  # fmt: skip
+    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "weight_decay": train.weight_decay}
     apart = "moments" in train.offload and "weights" not in train.offload
     if train.moments != "float32" or apart:
         device = host if apart else None

@@ -181,7 +181,7 @@ def test_trl_gets_every_value_of_the_configuration(case):
     optimizer = adamw_arguments(config.train)
     assert optimizer["lr"] == config.train.learning_rate
     assert optimizer["betas"] == config.train.betas
-    assert (optimizer["eps"], optimizer["weight_decay"]) == (config.train.eps, config.train.weight_decay)
+    assert optimizer["weight_decay"] == config.train.weight_decay
 
 
 @BOTH
