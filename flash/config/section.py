@@ -107,6 +107,9 @@ REMOVED: dict[str, RemovedKey] = {
         "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill "
         "the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     ),
+    "rollout.quarantine": RemovedKey(
+        16, "After a quarter of rollout.breaker samples of one kind, problems of this kind are left out"
+    ),
     "rollout.selection": RemovedKey("uniform", PASSED_OVER),
     "rollout.selection_floor": RemovedKey(0.1, PASSED_OVER),
     "algorithm.branches": RemovedKey("same", "Each branch gets the advantage of its episode"),

@@ -187,9 +187,8 @@ class RolloutConfig(Section, frozen=True):
     """Number of further attempts at a sample that failed because of the infrastructure, such as an error of the
     environment."""
     breaker: Positive = 64
-    """Number of samples given up in a row, of any kind, that stop the run."""
-    quarantine: Positive = 16
-    """Number of samples of one kind given up in a row after which problems of this kind are left out."""
+    """Number of samples given up in a row, of any kind, that stop the run. After a quarter as many of one
+    [kind](environments.md#several-environments), problems of this kind are left out."""
 
 
 class EngineConfig(Section, frozen=True):

@@ -40,6 +40,9 @@ hard, would never reach its share, and would so hold the other domains back."""
 FILTERED_GROUPS = 16
 """Smallest limit of a domain's groups that are filtered out in a row, in groups. For a small share of a small batch,
 `FILTERED_BATCHES` alone would give a limit of one or two groups."""
+QUARANTINE_PART = 4
+"""Part of `rollout.breaker`, as a divisor, that puts a kind into quarantine. It is well above 1, so that a kind that
+fails together with others is left out before the breaker stops the run."""
 ROUNDS = 8
 """Number of rounds of a streamed step whose groups have too few tokens to fill a micro-batch on each rank. More rounds
 leave less work for the time after the last sample. But each round costs an exchange between the ranks, and fills its
@@ -297,7 +300,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             retries=rollout.retries,
             breaker=rollout.breaker,
-            quarantine=rollout.quarantine,
+            quarantine=max(1, rollout.breaker // QUARANTINE_PART),
             on_expire=rollout.on_expire,
             fifo_window=rollout.fifo_window,
             extra_per_group=rollout.extra_per_group,

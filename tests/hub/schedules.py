@@ -70,7 +70,6 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
     groups = dice.randint(1, 4)
     rollout = {
         "group_size": group,
-        "breaker": NEVER,
         "extra_per_group": 0 if calm else dice.choice([0, 0, 1, 2]),
         "drop_equal_rewards": not calm and group > 1 and dice.random() < 0.3,
     }
@@ -97,7 +96,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
     bound = dice.choice([None, None, window(alpha) + dice.randint(0, 3)]) if alpha else None
     rollout = {
         "retries": dice.randint(0, 3),
-        "quarantine": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([1, 2, 4, NEVER]),
+        "breaker": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([4, 8, 16, NEVER]),
         "on_expire": on_expire,
         "fifo_window": dice.choice([None, None, 1.0, 1.5]),
         "extra_groups": 0 if calm or on_expire == "wait" else dice.choice([0, 0, 1, 2]),
@@ -500,7 +499,7 @@ class Schedule:
     def ended(self, node: Node, lease: Lease) -> p.EndedLease:
         dice = self.dice
         failing = self.failing
-        if self.config.rollout.quarantine < NEVER:  # only the one may come into it, or nothing is left to train on
+        if self.config.rollout.breaker < NEVER:  # only the one may come into it, or nothing is left to train on
             failing = float(lease.task.kind == self.failing_kind)
         if dice.random() < failing:
             return p.EndedLease(lease.lease_id, Failure(lease.task, dice.choice(FAILURES), "x", 1))

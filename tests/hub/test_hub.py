@@ -230,7 +230,7 @@ async def test_a_node_alone_gets_what_was_kept_for_one_that_hangs_without_asking
 
 
 async def test_a_quarantine_is_told_to_people() -> None:
-    driver = Driver(make_config(quarantine=1), kind_of=lambda seed: "bad" if seed % 2 else "good")
+    driver = Driver(make_config(breaker=4), kind_of=lambda seed: "bad" if seed % 2 else "good")
     await driver.begin(0)
     leases = await driver.lease(0, 4)
     await driver.fail(0, *[lease for lease in leases if lease.task.kind == "bad"][:1])
@@ -240,7 +240,7 @@ async def test_a_quarantine_is_told_to_people() -> None:
 
 
 async def test_when_nothing_is_left_to_issue_the_run_ends_with_the_reason() -> None:
-    driver = Driver(make_config(quarantine=1), kind_of=lambda seed: "bad")
+    driver = Driver(make_config(breaker=4), kind_of=lambda seed: "bad")
     await driver.begin(0)
     leases = await driver.lease(0, 4)
     await driver.fail(0, leases[0])

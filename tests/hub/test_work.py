@@ -81,7 +81,7 @@ async def test_when_nobody_waits_for_leases_any_more_no_further_slice_is_due() -
 
 
 async def test_what_a_lease_that_is_taken_back_withdraws_is_passed_on_at_once() -> None:
-    driver = Driver(make_config(quarantine=1), kind_of=lambda seed: "bad" if seed % 2 else "good")
+    driver = Driver(make_config(breaker=4), kind_of=lambda seed: "bad" if seed % 2 else "good")
     await driver.begin(0, 1)
     first = {lease.task.kind: lease for lease in await driver.lease(0, 3)}["bad"]
     second = {lease.task.kind: lease for lease in await driver.lease(1, 1)}["bad"]

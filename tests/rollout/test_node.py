@@ -314,7 +314,7 @@ def test_when_all_environments_of_one_kind_stop_answering_the_others_carry_the_r
                 await anyio.sleep_forever()
             return await super().step(action)
 
-    config = make_config(rollout={"retries": 0, "quarantine": 4, "breaker": 100}, eval={"every": 0, "problems": 1})
+    config = make_config(rollout={"retries": 0, "breaker": 16}, eval={"every": 0, "problems": 1})
     world = World(config, env=HalfDead, kind_of=lambda seed: "odd" if seed % 2 else "even")
     end = run(world)
     assert (end.reason, end.version) == ("finished", 4)

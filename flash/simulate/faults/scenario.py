@@ -166,7 +166,6 @@ BASE: dict[str, Any] = {
     "env.path": "envs.arithmetic:Arithmetic",
     "rollout.max_new_tokens": 120,
     "rollout.breaker": 100_000,
-    "rollout.quarantine": 100_000,
     "rollout.max_concurrent": 16,
     "engine.max_sequences": 4,
     "engine.stream_interval": 4,
