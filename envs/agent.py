@@ -427,10 +427,7 @@ class Agent:
             return ApiError(400, str(error), None, "messages")
         if room < 1:
             self._limited = True
-            message = (
-                f"The messages are too long: with them {1 - room} tokens too many (model.max_length, "
-                "rollout.max_episode_tokens)."
-            )
+            message = f"The messages are too long: with them {1 - room} tokens too many (model.max_length)."
             return ApiError(400, message, "context_length_exceeded", "messages")
         return None
 

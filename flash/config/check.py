@@ -198,8 +198,7 @@ def check_sampling(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_rollout(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the settings of `[rollout]` are consistent and possible with this model and on these devices, and that
-    a sequence of full length fits into an episode."""
+    """Check that the settings of `[rollout]` are consistent and possible with this model and on these devices."""
     yield from check_sampling(config)
     # The trainer must know which tokens `top_k` keeps. It cannot with logits in bfloat16 or with drafted tokens.
     if (why_unknown := config.why_kept_tokens_unknown(config.sampling)) is not None:
@@ -207,13 +206,6 @@ def check_rollout(config: Config) -> Iterator[ConfigProblem]:
     if config.rollout.routing_replay and config.gpus_per_node == 0:
         message = "expected false without GPUs: vLLM's engine on the CPU does not report which experts it chose"
         yield ConfigProblem("rollout.routing_replay", message)
-    longest, episode = config.model.max_length, config.rollout.max_episode_tokens
-    if episode is not None and episode < longest:
-        message = (
-            f"expected at least model.max_length = {longest}, got {episode}: lower model.max_length for shorter "
-            "sequences"
-        )
-        yield ConfigProblem("rollout.max_episode_tokens", message)
 
 
 def advise_rollout(config: Config) -> Iterator[ConfigProblem]:

@@ -107,6 +107,9 @@ REMOVED: dict[str, RemovedKey] = {
         "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill "
         "the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     ),
+    "rollout.max_episode_tokens": RemovedKey(
+        None, "rollout.max_branches branches of at most model.max_length tokens are the limit of an episode"
+    ),
     "rollout.quarantine": RemovedKey(
         16, "After a quarter of rollout.breaker samples of one kind, problems of this kind are left out"
     ),

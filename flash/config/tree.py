@@ -156,8 +156,6 @@ class RolloutConfig(Section, frozen=True):
     max_branches: Positive = 16
     """Largest number of sequences (branches) of one agent episode. A request that would begin a further one is
     refused."""
-    max_episode_tokens: Positive | None = None
-    """Largest number of tokens of all branches of an episode. None: max_branches · model.max_length."""
     temperature: Temperature = 1.0
     """Temperature of sampling. The trainer computes its log-probs at the same temperature."""
     top_k: TopK = 0

@@ -140,7 +140,6 @@ async def play_answers(
     settings = msgspec.structs.replace(
         EpisodeSettings.of_run(config, problems.domains).for_kind(kind),
         max_length=NO_LIMIT,
-        max_tokens=NO_LIMIT * config.rollout.max_branches,
     )
     if one_turn:
         settings = msgspec.structs.replace(settings, max_turns=1)

@@ -439,8 +439,8 @@ def test_a_file_that_is_not_text_is_refused(project):
             ),
         ),
         (
-            ["rollout.max_episode_tokens=4095"],
-            "`rollout.max_episode_tokens` (setting): expected at least model.max_length = 4096, got 4095",
+            ["rollout.max_episode_tokens=40000"],
+            "`rollout.max_episode_tokens` (setting): this key was removed. rollout.max_branches branches of at most",
         ),
         (
             ["train.max_tokens_per_microbatch=4095"],

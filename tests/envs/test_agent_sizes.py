@@ -147,7 +147,7 @@ async def test_what_is_long_is_rendered_in_a_thread_and_sampled_at_once() -> Non
     Slow.looped, Slow.threaded = [], []
     policy = AtOnce()
     env = make(f"{__name__}:asks_long_things")
-    limits: dict[str, Any] = {"max_length": 200_000, "max_tokens": 10_000_000, "max_new_tokens": 100}
+    limits: dict[str, Any] = {"max_length": 200_000, "max_new_tokens": 100}
     played = await play(env, policy, tokenizer=Slow(), **limits)
     assert isinstance(played, Trajectory), played
     assert [turn.branch for turn in played.turns[:3]] == [0, 1, 2]

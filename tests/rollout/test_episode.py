@@ -40,7 +40,6 @@ SETTINGS = EpisodeSettings(
     max_length=200,
     max_turns=10,
     max_branches=3,
-    max_tokens=500,
     reset_s=10,
     step_s=20,
     close_s=30,
@@ -635,17 +634,6 @@ def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_promp
     ]
 
 
-def test_what_all_branches_hold_together_is_bounded_too() -> None:
-    env = Branching(go("x" * 100), go("y" * 100), go("z"), end(1.0), places=[(0, 1), (0, 0), (0, 1)])
-    played = succeed(env, Script(say("a"), say("b"), say("c")), max_tokens=220)
-    assert played.outcome is Outcome.TRUNCATED
-    assert [room for _, room in env.left] == [
-        200 - len("starta0|") - 100,
-        220 - len("starta0|") - 100 - len("b0") - 100,
-        220 - len("starta0|") - 100 - len("b0") - 100 - len("c0") - len("starta0|z"),
-    ]
-
-
 class HalfBlocking(Env):
     """An environment with one method that is not a coroutine."""
 
@@ -768,7 +756,7 @@ def test_law_1_a_deadline_that_passes_while_an_observation_is_rendered_names_the
     env: Env, number: int
 ) -> None:
     tokenizer = Blocked()
-    room = {"max_length": 10 * LARGE_LETTERS, "max_tokens": 10 * LARGE_LETTERS, "episode_s": 5.5}
+    room = {"max_length": 10 * LARGE_LETTERS, "episode_s": 5.5}
     settings = msgspec.structs.replace(SETTINGS, **room)
     player = EpisodePlayer(lambda kind: env, tokenizer, Script(say("a")), settings, Phases(), now=now)
     failure = run_virtual(lambda: player.play(LEASE, EpisodeProgress()))

@@ -384,7 +384,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
 def test_what_only_engines_have_keeps_no_run_from_starting(tmp_path: Path) -> None:
     of_engines = ("kv_cache_gib=1e6", "count=1000", "vllm={seed=1}")
     config_of(tmp_path, *(f"engine.{one}" for one in of_engines), "model.tool_parser=no-such")
-    config_of(tmp_path, "model.max_length=32", "rollout.max_episode_tokens=16")
     with pytest.raises(ConfigError, match=r"train\.max_tokens_per_microbatch"):
         config_of(tmp_path, "model.max_length=32", "train.max_tokens_per_microbatch=16")
 

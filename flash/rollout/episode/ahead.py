@@ -133,17 +133,14 @@ class ResponsesAhead:
                     self._request(expected, prompt, format)
 
     def _fits(self) -> bool:
-        """Return True if the limits allow one more response, however long the responses in progress become.
+        """Return True if the limits allow one more response.
 
-        Each response in progress is counted as a branch of its own of `max_length` tokens. So sampling ahead never uses
-        up a limit that the episode would need for its own next response.
+        Each response in progress is counted as a branch of its own. So sampling ahead never uses up a limit that the
+        episode would need for its own next response.
         """
         # The episode itself waits for one response, which is also in progress but not in `_responses`.
-        transcript, under_way = self._transcript, len(self._responses) + 1
-        total = transcript.total_tokens + (under_way + 1) * transcript.limits.max_length
-        return (
-            total <= transcript.limits.max_tokens and min(transcript.turns_left, transcript.branches_left) > under_way
-        )
+        under_way = len(self._responses) + 1
+        return min(self._transcript.turns_left, self._transcript.branches_left) > under_way
 
     def _prompt(self, expected: Expected) -> tuple[list[int], BranchFormat]:
         """Return the prompt of the expected response, and the format of its branch. May run in a thread.

@@ -97,7 +97,6 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
             max_length=config.model.max_length,
             max_turns=config.rollout.max_turns,
             max_branches=config.rollout.max_branches,
-            max_tokens=config.rollout.max_episode_tokens or config.rollout.max_branches * config.model.max_length,
             reset_s=config.deadlines.env_reset,
             step_s=config.deadlines.env_step,
             close_s=config.deadlines.close,

@@ -71,8 +71,6 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Number of responses, over all branches, after which an episode is truncated."""
     max_branches: int
     """Largest number of branches of an episode."""
-    max_tokens: int
-    """Largest number of tokens of all branches together."""
     max_new_tokens: int
     """Largest number of tokens of a response."""
 
@@ -235,20 +233,12 @@ class Transcript:
         """Number of branches that may still begin."""
         return self.limits.max_branches - len(self.branches)
 
-    @property
-    def total_tokens(self) -> int:
-        """Number of tokens of all branches together."""
-        return sum(len(branch.tokens) for branch in self.branches)
-
     def tokens_left(self) -> int:
         """Return the number of tokens that the next observation and the response to it may have together.
 
         If the observation is already added, this is the number of tokens that the response may have.
         """
-        before = self.branches[self.branch].length_after(self._responses)
-        # A new branch begins with a copy of the tokens before the observation, which counts in the total, too.
-        total = self.total_tokens + (before if self._begins_branch else 0)
-        return min(self.limits.max_length - before, self.limits.max_tokens - total)
+        return self.limits.max_length - self.branches[self.branch].length_after(self._responses)
 
     def room(self, observation: Observation) -> int:
         """Return the number of tokens left for a response if this observation is shown next. It may be negative.
