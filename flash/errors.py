@@ -180,7 +180,8 @@ class EngineDeadError(EngineError):
 
 
 class AlarmError(FlashError):
-    """An alarm of `alarms.stop` was raised. The run has left a checkpoint and can be resumed."""
+    """An alarm was raised whose reaction is `stop` (`alarms.reactions`). The run has left a checkpoint and can be
+    resumed."""
 
 
 class BreakerError(FlashError):

@@ -131,7 +131,6 @@ SHORT = {
     r"\bfrom (?=-?\d)": "",
     r"list, each item": "list of",
     r"true or false": "boolean",
-    r'"clipping", .* or "trainer_waits"': "alarms",
     r"number 0\.1 to 1e\+08": "seconds",
     r'number, list of number or table with kind = "lognormal".*': "distribution",
 }

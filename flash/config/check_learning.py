@@ -538,11 +538,8 @@ def supervised(config: Config) -> Config:
         return config
     train = replace(config.train, async_ratio=0.0, max_token_age=None, stream=False)
     config = replace(config, train=train, checkpoint=replace(config.checkpoint, batches="none"))
-    alarms, rollout = config.alarms, replace(config.rollout, routing_replay=False)
-    # Lists, as the fields are: a configuration that is written and read back must equal the one that was written.
-    stop, kept = ([one for one in some if one != "entropy"] for some in (alarms.stop, alarms.checkpoint))
-    off = alarms.off if "entropy" in alarms.off else [*alarms.off, "entropy"]
-    alarms = replace(alarms, off=off, stop=stop, checkpoint=kept)
+    alarms = replace(config.alarms, reactions={**config.alarms.reactions, "entropy": "off"})
+    rollout = replace(config.rollout, routing_replay=False)
     return replace(config, algorithm=SUPERVISED, critic=None, tiny_model=None, alarms=alarms, rollout=rollout)
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, time
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, NamedTuple, Union, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -77,6 +77,9 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
             return [item for item, _ in found], [problem for _, problems in found for problem in problems]
     if isinstance(value, dict) and (kinds := tables_in(annotation)):
         return _table(cast("dict[str, Any]", value), kinds, key)
+    if isinstance(value, dict) and (names := names_in(annotation)):
+        places = dict.fromkeys(names, Place(get_args(annotation)[1], required=False))
+        return examine_table(cast("dict[str, Any]", value), places, key, lambda name: NO_KEY + suggest(name, names))
     try:
         return _convert(value, annotation), []
     except msgspec.ValidationError:
@@ -94,6 +97,12 @@ def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
         for candidate in (get_args(annotation) if union else (annotation,))
         if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct)
     }
+
+
+def names_in(annotation: Any) -> tuple[str, ...]:
+    """Return the names that the keys of a table of this type may have. Empty if it is no table, or takes all names."""
+    named = get_origin(annotation) is dict and get_origin(get_args(annotation)[0]) is Literal
+    return get_args(get_args(annotation)[0]) if named else ()
 
 
 def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args, get_origin
 
 import msgspec
 
-from flash.config.decode import NONE, tables_in
+from flash.config.decode import NONE, names_in, tables_in
 from flash.config.section import Section
 from flash.config.tree import Config
 
@@ -41,6 +41,9 @@ def schema() -> Json:
             table.pop("required", None)
         for name, meaning in field_docs(struct).items():
             table["properties"][name]["description"] = MARKDOWN_LINK.sub(r"\1", meaning)
+        for field in msgspec.structs.fields(struct):
+            if names := names_in(field.type):
+                table["properties"][field.encode_name]["propertyNames"] = {"enum": list(names)}
         table["description"] = MARKDOWN_LINK.sub(r"\1", " ".join((inspect.getdoc(struct) or "").split()))
     top = definitions.pop(root["$ref"].rpartition("/")[2])
     return {"$schema": DRAFT, "title": "Configuration of Flash", **top, "definitions": definitions}

@@ -141,12 +141,18 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "deadlines.sink": RemovedKey(60, "Trackers and the sink have 60 s at the end of the run"),
     "simulate.gpus_per_engine": RemovedKey(1, "engine.tensor_parallel is the number of GPUs per engine"),
+    **{
+        f"alarms.{reaction}": RemovedKey([], f'alarms.reactions names the alarms, each as NAME = "{reaction}"')
+        for reaction in ("off", "checkpoint", "stop")
+    },
     "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
     "alarms.age": RemovedKey(
         None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"
     ),
     **{
-        f"alarms.{name}": RemovedKey(limit, f"The limit of this alarm is {limit:g}; alarms.off turns the alarm off")
+        f"alarms.{name}": RemovedKey(
+            limit, f'The limit of this alarm is {limit:g}; alarms.reactions.{name} = "off" turns it off'
+        )
         for name, limit in ALARM_LIMITS.items()
     },
 }

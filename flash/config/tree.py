@@ -301,15 +301,17 @@ AlarmName = Literal[
 class AlarmsConfig(Section, frozen=True):
     """Reactions to [alarms](metrics.md#alarms), with which a run warns of numbers that are beyond their limits."""
 
-    off: list[AlarmName] = field(default_factory=list)
-    """Names of alarms that are turned off."""
-    checkpoint: list[AlarmName] = field(default_factory=list)
-    """Names of alarms that make the run write a checkpoint."""
-    stop: list[AlarmName] = field(default_factory=list)
-    """Names of alarms that end the run."""
+    reactions: dict[AlarmName, Literal["off", "checkpoint", "stop"]] = field(default_factory=dict)
+    """Reactions to single alarms, by name, such as `{ lag = "off", nonfinite = "stop" }`. `off`: the alarm is never
+    raised. `checkpoint`: the run writes a checkpoint. `stop`: the run ends. An alarm that is not named only warns."""
     command: str | None = None
     """Command that is started at each alarm, without a shell. It gets the message on standard input and the alarm's
     name in the environment variable FLASH_ALARM. None: no command."""
+
+    @property
+    def off(self) -> list[AlarmName]:
+        """Names of the alarms that are never raised."""
+        return [name for name, reaction in self.reactions.items() if reaction == "off"]
 
 
 class ClusterConfig(Section, frozen=True):

@@ -124,20 +124,19 @@ class Recorder:
         return self._report_alarms(self._alarms.step(full), last=last)
 
     def _report_alarms(self, alarms: Sequence[RaisedAlarm], *, last: bool) -> Wish | None:
-        """Print the alarms of a step, start the alarm command, and return the wish that `[alarms]` names for them.
+        """Print the alarms of a step, start the alarm command, and return the wish that `alarms.reactions` names for
+        them.
 
-        `stop` in `[alarms]` is stronger than `checkpoint`. After the last step (`last`) there is no wish, since the run
-        ends anyway.
+        `stop` is stronger than `checkpoint`. After the last step (`last`) there is no wish, since the run ends anyway.
         """
-        wanted = self._config.alarms
         wish: Wish | None = None
         for alarm in alarms:
-            follows = ""
-            if alarm.name in wanted.stop and not last:
-                wish, follows = "stop", "; alarms.stop ends the run, which leaves a checkpoint"
-                self.stopped = AlarmError(f"{alarm.text}; alarms.stop names `{alarm.name}`, --resume goes on")
-            elif alarm.name in wanted.checkpoint and not last:
-                wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
+            reaction, follows = self._config.alarms.reactions.get(alarm.name), ""
+            if reaction == "stop" and not last:
+                wish, follows = "stop", "; alarms.reactions ends the run, which leaves a checkpoint"
+                self.stopped = AlarmError(f"{alarm.text}; alarms.reactions.{alarm.name} is stop, --resume goes on")
+            elif reaction == "checkpoint" and not last:
+                wish, follows = wish or "checkpoint", "; alarms.reactions has a checkpoint written after the next step"
             self._cluster.event(f"alarm: {alarm.text}{follows}")
             self._console.warn(alarm.text + follows)
             self._receivers.alarm(alarm)

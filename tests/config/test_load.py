@@ -263,6 +263,12 @@ def test_an_override_of_another_form_is_refused(override):
             '`cluster.gpus_per_node` (setting): expected an integer from 0 to 1024 or "auto"',
         ),
         ("tiny_model=true", "`tiny_model` (setting): expected a table, got true"),
+        ("alarms.reactions.lags=off", "`alarms.reactions.lags` (setting): no such key; did you mean `lag`?"),
+        (
+            "alarms.reactions.lag=quiet",
+            '`alarms.reactions.lag` (setting): expected "checkpoint", "off" or "stop", got "quiet"',
+        ),
+        ('alarms.off=["lag"]', "`alarms.off` (setting): this key was removed. alarms.reactions names the alarms, each"),
         (
             'rollout.stop=[""]',
             "`rollout.stop` (setting): expected a list, each item non-empty text of at most 1000 characters, got",
@@ -756,7 +762,7 @@ def test_a_recorded_configuration_with_another_value_of_a_removed_key_is_read_wi
         "flash: warning: `alarms.age` was removed, so 2.0 in config.toml has no effect. The age of trained tokens "
         "raises no alarm; train.max_token_age limits it, and metrics.jsonl has it\n"
         "flash: warning: `alarms.ess` was removed, so 0.3 in config.toml has no effect. The limit of this alarm is "
-        "0.5; alarms.off turns the alarm off\n"
+        '0.5; alarms.reactions.ess = "off" turns it off\n'
     )
 
 

@@ -55,7 +55,7 @@ def test_every_example_names_the_schema_in_its_first_line() -> None:
 
 def test_what_a_run_records_is_valid() -> None:
     config = load(
-        ROOT / "examples" / "tiny.toml", ["track.to=[]", 'alarms.off=["lag"]', "algorithm.lag=none", "lora={}"]
+        ROOT / "examples" / "tiny.toml", ["track.to=[]", "alarms.reactions.lag=off", "algorithm.lag=none", "lora={}"]
     )
     assert faults(tomllib.loads(dump(config))) == []
 

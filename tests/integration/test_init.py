@@ -12,7 +12,7 @@ from tests.forked_command import run_forked
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 SHORT = ("run.steps=6", "tiny_model.warm_start_steps=20", "train.batch_size=32", "eval.problems=16")
-ALARM = ("rollout.temperature=0.01", 'alarms.checkpoint=["entropy"]', "checkpoint.every=1000")
+ALARM = ("rollout.temperature=0.01", "alarms.reactions.entropy=checkpoint", "checkpoint.every=1000")
 """Settings with which nearly greedy sampling raises an alarm in the third step, which asks for a checkpoint."""
 
 
@@ -32,7 +32,7 @@ def test_a_new_project_trains_at_once(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert all("env/places" in row for row in rows)
     assert (run / "model" / "config.json").is_file()
-    assert "; alarms.checkpoint has one written after the next step" in told
+    assert "; alarms.reactions has a checkpoint written after the next step" in told
     # On a busy machine the alarm of the third step can come after the commit of the fourth.
     of_alarm, last = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     assert of_alarm in {"step-000004", "step-000005"}

@@ -112,12 +112,6 @@ def test_a_number_that_was_well_again_is_told_again(name: str, bad: float, hover
 @pytest.mark.parametrize(
     ("alarms", "key", "message"),
     [
-        (
-            {"stop": ["lag"], "off": ["lag"]},
-            "alarms.stop",
-            "`lag` is in alarms.off, too, so this alarm is never raised",
-        ),
-        ({"checkpoint": ["ess"], "off": ["ess"]}, "alarms.checkpoint", "`ess` is in alarms.off"),
         ({"command": ""}, "alarms.command", "expected a program and its arguments"),
         (
             {"command": "no-such-program now"},
@@ -135,5 +129,5 @@ def test_what_an_alarm_cannot_do_is_refused(config: Config, alarms: dict[str, An
 
 
 def test_what_an_alarm_can_do_is_taken(config: Config) -> None:
-    alarms = AlarmsConfig(stop=["nonfinite"], checkpoint=["ess"], command="sh -c 'cat >/dev/null'")
+    alarms = AlarmsConfig(reactions={"nonfinite": "stop"}, command="sh -c 'cat >/dev/null'")
     assert list(check_alarms(msgspec.structs.replace(config, alarms=alarms))) == []

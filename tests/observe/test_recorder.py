@@ -218,32 +218,28 @@ def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("alarms", "wish", "follows"),
+    ("reactions", "wish", "follows"),
     [
         ({}, None, ""),
-        ({"checkpoint": ["nonfinite"]}, "checkpoint", "; alarms.checkpoint has one written after the next step"),
-        (
-            {"checkpoint": ["nonfinite"], "stop": ["nonfinite"]},
-            "stop",
-            "; alarms.stop ends the run, which leaves a checkpoint",
-        ),
+        ({"nonfinite": "checkpoint"}, "checkpoint", "; alarms.reactions has a checkpoint written after the next step"),
+        ({"nonfinite": "stop"}, "stop", "; alarms.reactions ends the run, which leaves a checkpoint"),
     ],
 )
 def test_an_alarm_is_told_and_wants_what_the_configuration_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], alarms: dict[str, Any], wish: str | None, follows: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reactions: dict[str, Any], wish: str | None, follows: str
 ) -> None:
-    with make_recorder(tmp_path, Slow(), alarms=alarms) as recorder:
+    with make_recorder(tmp_path, Slow(), alarms={"reactions": reactions}) as recorder:
         assert recorder.step(metrics_row(0)) is None
         assert recorder.step(metrics_row(1, loss=None)) == wish
         assert recorder.step(metrics_row(2, loss=None)) is None
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: 50% of")]
     assert len(warnings) == 1
     assert warnings[0].endswith(f"(the last 2 steps){follows}")
-    assert str(recorder.stopped).endswith("; alarms.stop names `nonfinite`, --resume goes on") == (wish == "stop")
+    assert str(recorder.stopped).endswith("; alarms.reactions.nonfinite is stop, --resume goes on") == (wish == "stop")
 
 
 def test_an_alarm_that_is_raised_after_the_end_does_not_make_the_run_a_failed_one(tmp_path: Path) -> None:
-    recorder = make_recorder(tmp_path, Slow(), alarms={"stop": ["nonfinite"]})
+    recorder = make_recorder(tmp_path, Slow(), alarms={"reactions": {"nonfinite": "stop"}})
     recorder.step(metrics_row(0, loss=None))
     recorder.step(metrics_row(1, loss=None))
     stopped = recorder.stopped
@@ -257,7 +253,7 @@ def test_an_alarm_that_is_raised_after_the_end_does_not_make_the_run_a_failed_on
 
 
 def test_nothing_is_wanted_after_the_last_step(tmp_path: Path) -> None:
-    with make_recorder(tmp_path, Slow(), alarms={"stop": ["nonfinite"]}) as recorder:
+    with make_recorder(tmp_path, Slow(), alarms={"reactions": {"nonfinite": "stop"}}) as recorder:
         assert recorder.step(metrics_row(99, loss=None)) is None
     assert recorder.stopped is None
 

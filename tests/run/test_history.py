@@ -162,7 +162,7 @@ def test_a_run_that_is_made_longer_goes_on_where_it_was_unless_its_learning_rate
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
         record(recorder, 4)
     longer = changed(changed(config, "run", steps=7), "deadlines", step=1.0)
-    longer = changed(changed(longer, "alarms", off=["lag"]), "track", project="other")
+    longer = changed(changed(longer, "alarms", reactions={"lag": "off"}), "track", project="other")
     assert reach(longer, 1, 4) == Reach(4)
     decays = changed(config, "train", decay="linear")
     recorder.directory.config.write_text(dump(decays))

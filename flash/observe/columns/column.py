@@ -57,7 +57,7 @@ class Alarm(NamedTuple):
     """
 
     name: AlarmName
-    """Name in the settings `alarms.off` (never raised), `alarms.stop` (ends the run) and `alarms.checkpoint`."""
+    """Name in the setting `alarms.reactions`."""
     limit: float
     """Largest healthy value; the smallest one if `below` is true. A share, or a number in the column's unit."""
     message: str
