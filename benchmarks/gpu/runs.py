@@ -42,7 +42,7 @@ KINDS = {
     "filters": ["rollout.top_k=8", "rollout.top_p=0.9"],
     "moved": ["train.activation_checkpointing=true", 'train.offload=["activations", "moments"]'],
     "weights-moved": ["train.activation_checkpointing=true", 'train.offload=["activations", "weights"]'],
-    "deltas": ["weights.backend=tcp", "weights.deltas=true"],
+    "deltas": ["weights.backend=tcp_deltas"],
     "fp8": ['engine.vllm.quantization="fp8_per_channel"', "weights.canary_tolerance=1"],
 }
 """Kinds of runs: what each adds to the run of the tiny model, which is in bfloat16 here."""

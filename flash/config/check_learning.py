@@ -159,8 +159,9 @@ def check_lora(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "algorithm.kl.refresh", "expected none: with adapters ([lora]) the base model stays the reference"
         )
-    if config.weights_backend != "tcp":
-        message = f"expected tcp or auto, which alone can transfer adapters ([lora]), got {config.weights_backend}"
+    # Deltas would save nothing, because adapters change everywhere.
+    if (backend := config.weights.backend) not in ("auto", "tcp"):
+        message = f"expected tcp or auto, which alone can transfer adapters ([lora]), got {backend}"
         yield ConfigProblem("weights.backend", message)
 
 

@@ -468,9 +468,6 @@ by 0.6 nats and more."""
 def check_weights(config: Config) -> Iterator[ConfigProblem]:
     """Check that the transfer backend works on these devices and with these weights."""
     backend, key = config.weights_backend, "weights.backend"
-    if config.weights.deltas and (backend != "tcp" or config.lora is not None):
-        whole = f"{backend} sends whole versions" if backend != "tcp" else "adapters ([lora]) change everywhere"
-        yield ConfigProblem("weights.deltas", f"expected false, as {whole}")
     if backend in ("tcp", "gloo"):
         return
     if config.gpus_per_node == 0:

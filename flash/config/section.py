@@ -131,6 +131,7 @@ REMOVED: dict[str, RemovedKey] = {
     },
     "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
     "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
+    "weights.deltas": RemovedKey(False, 'weights.backend = "tcp_deltas" does what true did'),
     "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
     "algorithm.constant_length": RemovedKey(None, "The aggregation `constant` divides by rollout.max_new_tokens"),
     "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),

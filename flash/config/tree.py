@@ -220,12 +220,10 @@ class EngineConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """Transfer of [weights](weights.md) from the trainer to the engines, and its check."""
 
-    backend: Literal["auto", "tcp", "gloo", "nccl", "ipc"] = "auto"
-    """Method of transfer. `auto`: tcp without GPUs or with `[lora]`, ipc on shared GPUs, else nccl. `gloo` works as
-    nccl does, over host memory."""
-    deltas: bool = False
-    """Send only [the elements that have changed](weights.md#deltas). Each engine worker then keeps a copy of all
-    weights in host memory. Works only with `tcp`."""
+    backend: Literal["auto", "tcp", "tcp_deltas", "gloo", "nccl", "ipc"] = "auto"
+    """Method of transfer. `auto`: tcp without GPUs or with `[lora]`, ipc on shared GPUs, else nccl. `tcp_deltas` sends
+    only [the elements that have changed](weights.md#deltas); each engine worker then keeps a copy of all weights in
+    host memory. `gloo` works as nccl does, over host memory."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Largest mean difference between the log-probs of engine and trainer on a test text, in nats. None: six times the
     measured rounding error of `dtype`, at least 1e-4 (float32), 0.02 (float16), 0.15 (bfloat16)."""
@@ -461,15 +459,20 @@ class Config(Section, frozen=True):
 
     @property
     def weights_backend(self) -> Literal["tcp", "gloo", "nccl", "ipc"]:
-        """Value of `weights.backend`, with `auto` replaced by the method for this hardware.
+        """Value of `weights.backend`, with `auto` replaced by the method for this hardware. `tcp` also stands for
+        `tcp_deltas`.
 
         Adapters travel only by tcp, and nccl cannot connect an engine and a trainer on one GPU.
         """
-        if self.weights.backend != "auto":
-            return self.weights.backend
-        if self.gpus_per_node == 0 or self.lora is not None:
-            return "tcp"
-        return "ipc" if self.engine.share_gpus else "nccl"
+        match self.weights.backend:
+            case "tcp_deltas":
+                return "tcp"
+            case "auto" if self.gpus_per_node == 0 or self.lora is not None:
+                return "tcp"
+            case "auto":
+                return "ipc" if self.engine.share_gpus else "nccl"
+            case backend:
+                return backend
 
     @property
     def seeded(self) -> bool:

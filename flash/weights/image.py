@@ -2,8 +2,8 @@
 
 A *version* is the weights after a training step. The trainer's publisher (`flash.weights.publisher`) copies the
 trainer's tensors (`staged_copies`), makes a `WeightImage` of the copies, and serves it. The engines' workers build the
-tensors again from the manifest (the list of tensors) and the bytes. With `weights.deltas` only the elements that differ
-from the version before are sent (`find_changes`, `apply_changes`).
+tensors again from the manifest (the list of tensors) and the bytes. With `weights.backend = "tcp_deltas"` only the
+elements that differ from the version before are sent (`find_changes`, `apply_changes`).
 
 Invariant: a version is immutable. The trainer goes on updating its own tensors, so a version consists of copies that
 nothing writes to after `make_image`.
@@ -164,7 +164,7 @@ def make_image(tensors: NamedTensors, *, crc32: bool = True) -> WeightImage:
     return WeightImage(msgspec.msgpack.encode(lines), payloads, owned)
 
 
-# -- changes between versions (`weights.deltas`) ---------------------------------------------------------------------
+# -- changes between versions (`tcp_deltas`) -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

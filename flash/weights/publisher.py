@@ -74,7 +74,7 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
     if config.weights_backend == "ipc":
         return IpcPublisher(rank, dtype, TorchIpcExporter())
     if config.weights_backend == "tcp":
-        serve = partial(WeightServer, deltas=config.weights.deltas)
+        serve = partial(WeightServer, deltas=config.weights.backend == "tcp_deltas")
     else:
         serve = partial(BroadcastServer, config.weights_backend)
     return HostPublisher(rank, host, dtype, config.deadlines.request, config.deadlines.swap, serve)

@@ -98,6 +98,10 @@ def resolve(*overrides: str) -> Config:
             ["lora.rank=8", "cluster.gpus_per_node=2", "weights.backend=nccl"],
             "`weights.backend` (setting): expected tcp or auto, which alone can transfer adapters ([lora]), got nccl",
         ),
+        (
+            ["lora.rank=8", "weights.backend=tcp_deltas"],
+            "`weights.backend` (setting): expected tcp or auto, which alone can transfer adapters ([lora]), got tcp_d",
+        ),
         (["algorithm.advantage=gae"], "`critic`: is missing: advantage 'gae' takes its values from a critic"),
         (["critic={}"], "`critic` (setting): has no effect: algorithm.advantage is 'group'"),
         (

@@ -160,12 +160,11 @@ def make_config(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
-    deltas: bool = False,
     **deadlines: float,
 ) -> Config:
     engine = {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8}
     tree = {
-        "weights": {"backend": weights, "deltas": deltas},
+        "weights": {"backend": weights},
         "run": {"name": "test"},
         "model": {"path": str(folder), "dtype": dtype, "max_length": 8192},
         "env": {"path": "module:Class"},
@@ -184,13 +183,12 @@ def serving(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
-    deltas: bool = False,
     **deadlines: float,
 ) -> Generator[Served]:
     """An engine for the model that was saved in the folder, with more arguments for vLLM."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, dtype, weights, vllm, deltas, **deadlines)
+    config = make_config(folder, dtype, weights, vllm, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))
@@ -211,7 +209,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     mixture = request.param == "mixture"
     folder = tmp_path_factory.mktemp("model")
     model = make_model(folder, tied=not mixture, mixture=mixture)
-    with serving(folder, model, weights="gloo" if mixture else "tcp", deltas=not mixture) as served:
+    with serving(folder, model, weights="gloo" if mixture else "tcp_deltas") as served:
         yield served
 
 
@@ -300,7 +298,7 @@ def test_an_engine_is_sent_what_has_changed_and_holds_all_of_it(served: Served) 
         assert served.load(published) <= 1e-5
         held = served.call(vllm.held_fingerprints, served.engine._llm)
         assert held == [decode_update(published.update_info).fingerprint]
-        assert served.sent < 0.1 * whole if served.config.weights.deltas else served.sent == whole
+        assert served.sent < 0.1 * whole if served.config.weights.backend == "tcp_deltas" else served.sent == whole
     with torch.no_grad():  # what other tests are about
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
