@@ -70,12 +70,8 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """g: the multiplier."""
     top: Share = 0.4
     """q: share of a response's tokens that are chosen as plans, and as anchors."""
-    signs: Literal["both", "positive", "negative"] = "both"
-    """Signs of the advantages that are multiplied."""
     layers: Count | list[Annotated[int, Meta(ge=0)]] = 5
     """Number of layers, spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or a list of layers, counted from 0."""
-    heads: Literal["batch", "first"] = "batch"
-    """Classify heads in each batch, or once in the first batch."""
     nearest: Count = 10
     """Smallest distance in FAI, in tokens."""
     farthest: Count = 100

@@ -22,7 +22,6 @@ from flash.sampling import Sampling
 # Reasons that several entries of the tables share. In each sentence "it" is the key.
 COUNTED = "Groups that are not finished have a size that follows from it."
 MADE = "The weights with which the run continues were made with it."
-CHOSEN = "Its heads were chosen with it in the first batch."
 
 REFUSED: dict[str, str] = {
     "train.batch_size": COUNTED,
@@ -64,12 +63,11 @@ such a run the weights of that model are used."""
 
 CONDITIONS: dict[str, str] = {
     "run.steps": "It must be at least the number of steps that the run has made.",
-    "algorithm.rhythm": 'With `heads = "first"`, its `layers` must stay. ' + CHOSEN,
     "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
     'so must a moving average (`proximal = "ewma"`), because the checkpoint holds them.',
 }
 """Keys that take effect when they are changed: the changes that are refused anyway, as sentences. The table is only for
-docs/configuration.md: `refused` makes the check of `algorithm.rhythm`, and `flash.run.checks.preflight` the others."""
+docs/configuration.md: `flash.run.checks.preflight` makes the checks."""
 
 Settings = Mapping[str, Any]
 """Configuration as nested TOML tables. A key that is None is left out, if that is its default."""
@@ -87,12 +85,6 @@ def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem
     """
     for change in _changed(REFUSED, had, now):
         yield ConfigProblem(change.key, _refusal(REFUSED[change.entry], change.before, change.after, where))
-    # With `heads = "first"` the first batch chose the heads, among those of the layers that were configured then.
-    rhythms = [_value(settings, "algorithm.rhythm") for settings in (had, now)]
-    if all(isinstance(rhythm, dict) and rhythm.get("heads") == "first" for rhythm in rhythms):
-        before, after = (rhythm.get("layers") for rhythm in rhythms)
-        if before != after:
-            yield ConfigProblem("algorithm.rhythm.layers", _refusal(CHOSEN, before, after, where))
 
 
 def partial_effects(had: Settings, now: Settings) -> list[ConfigProblem]:

@@ -95,7 +95,7 @@ RHYTHM = {
     "low_distance": 0.5,
     "high_change": 0.6,
 }
-"""Defaults of the removed options of `algorithm.rhythm`, by option."""
+"""Defaults of the removed options of `algorithm.rhythm` that are numbers, by option."""
 PASSED_OVER = (
     "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
     "teach nothing"
@@ -124,6 +124,8 @@ REMOVED: dict[str, RemovedKey] = {
         for name, value in RHYTHM.items()
     },
     "train.eps": RemovedKey(1e-8, "AdamW's ε is 1e-08"),
+    "algorithm.rhythm.signs": RemovedKey("both", "Advantages of both signs are multiplied"),
+    "algorithm.rhythm.heads": RemovedKey("batch", "Heads are classified in each batch"),
     "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),
     **{
         f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')

@@ -430,8 +430,6 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         state[name] = _get_state(critic.model, critic.optimizer)
     if trainer.average is not None:
         state["ewma"] = trainer.average
-    if (heads_2N := _rhythm_heads(trainer)) is not None:
-        state["rhythm"] = heads_2N
     if trainer.refreshes and trainer.reference is not None:
         state["reference"] = {name: value.detach() for name, value in trainer.reference.named_parameters()}
     return state
@@ -447,17 +445,8 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
         "critic": len(trainer.critics),
         "ewma": int(trainer.average is not None),
         "reference": int(trainer.refreshes),
-        "rhythm": int(_rhythm_heads(trainer) is not None),
     }
     return tuple(name for name in EXTRAS for _ in range(kept[name]))
-
-
-def _rhythm_heads(trainer: Trainer) -> Tensor | None:
-    """Return the tensor of the attention heads that rhythm chooses once for the whole run; None without such a choice.
-
-    Rhythm multiplies advantages by a factor that it computes from attention (`flash.trainer.rhythm`).
-    """
-    return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
 
 
 def _critics(trainer: Trainer) -> dict[str, Critic]:

@@ -53,7 +53,6 @@ EXTRAS = {
     "critic": "a critic (the [critic] table)",
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
     "reference": "a reference that is refreshed (algorithm.kl.refresh)",
-    "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
 }
 """Name of each part that a checkpoint may hold beside the policy, and its description in error messages."""
 

@@ -10,10 +10,9 @@ tokens look at it). Both are linear in the attention weights, so the mean over l
 all ranks have reported the spans of their heads. The sequences of a micro-batch never influence one another. `flash
 rhythm` shows the same signals with `observe_responses` and `attention_maps`.
 
-*Local* heads look back the shortest distance (their *span*), *global* heads the longest. Heads are *settled* if they
-were chosen for the whole run. A *row* of attention weights belongs to the token that attends, a *column* to the token
-that it looks at. In the code, a *response* is the action tokens of one sequence, and a sequence's trained response has
-at least one token to train.
+*Local* heads look back the shortest distance (their *span*), *global* heads the longest. A *row* of attention weights
+belongs to the token that attends, a *column* to the token that it looks at. In the code, a *response* is the action
+tokens of one sequence, and a sequence's trained response has at least one token to train.
 
 Shape legend: H = heads of a layer, N = heads of all chosen layers, P = packed tokens, L = tokens of a sequence,
 R = action tokens of a sequence, T = action tokens of a micro-batch, B = tokens of the part of a sequence whose map is
@@ -25,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,7 +56,7 @@ from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 
 class HeadKinds(NamedTuple):
-    """The local and the global heads, by their numbers within one layer or among the heads of all chosen layers."""
+    """The local and the global heads, by their numbers among the heads of all chosen layers."""
 
     local: IntArray
     """Heads with the shortest span; WAAD is averaged over them."""
@@ -67,7 +66,7 @@ class HeadKinds(NamedTuple):
 
 @dataclass
 class HeadSignals:
-    """Signals of one layer's heads for a micro-batch; 0 for heads that the watch was not asked to observe."""
+    """Signals of one layer's heads for a micro-batch."""
 
     span_H: Tensor
     """float64: sum over the rows of the mean distance that the head looks back."""
@@ -89,9 +88,6 @@ class RhythmWatch:
     layers: Sequence[int]
     """Numbers of the layers to observe."""
     options: Rhythm
-    kinds: dict[int, HeadKinds] | None = None
-    """Local and global heads by layer, once they are settled. Then WAAD is computed for local heads only, and FAI for
-    global heads only. None: both are computed for all heads."""
     heads: dict[int, int] = field(default_factory=dict)
     """Number of heads of each layer that has attention, observed or not."""
     unnumbered: str = ""
@@ -116,73 +112,32 @@ class RhythmWatch:
         if layer not in self.layers:
             return
         query, key = (one[0].to(torch.promote_types(one.dtype, torch.float32)) for one in (query, key))
-        attend = partial(attention_rows, scaling=scaling, window=sliding_window)
-        if self.kinds is None:
-            all_heads = slice(None)
-            self.signals[layer] = self._signals(query, key, all_heads, all_heads, sliding_window, attend)
-            return
-        # Compute only the chosen heads. Neighbouring heads of queries share a head of keys.
-        local, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
-        observed = torch.cat([local, far])
-        queries_per_key = len(query) // len(key)
-        order = slice(0, len(local)), slice(len(local), len(observed))
-        part = self._signals(query[observed], key[observed // queries_per_key], *order, sliding_window, attend)
-        self.signals[layer] = HeadSignals(
-            span_H=_spread(part.span_H, observed, len(query)),
-            waad_HT=_spread(part.waad_HT, local, len(query)),
-            influence_HT=_spread(part.influence_HT, far, len(query)),
-        )
-
-    def _signals(
-        self,
-        query_HPD: Tensor,
-        key_HPD: Tensor,
-        local: slice,
-        far: slice,
-        window: int | None,
-        attend: Callable[..., Tensor],
-    ) -> HeadSignals:
-        """Return the spans of these heads, the WAAD of the heads `local` and the FAI of the heads `far`.
-
-        Args:
-            query_HPD: queries of the heads to observe.
-            key_HPD: keys of the layer, or one for each of the heads.
-            local: the heads whose WAAD is computed, as a slice of the heads.
-            far: the heads whose FAI is computed, as a slice of the heads.
-            window: attention window of the layer; None if it has none.
-            attend: computes the attention weights for a block of rows.
-        """
         action_tokens = len(self.micro.target_T)
-        found = HeadSignals(
-            span_H=query_HPD.new_zeros(len(query_HPD), dtype=torch.float64),
-            waad_HT=query_HPD.new_zeros(len(query_HPD[local]), action_tokens),
-            influence_HT=query_HPD.new_zeros(len(query_HPD[far]), action_tokens),
+        found = self.signals[layer] = HeadSignals(
+            span_H=query.new_zeros(len(query), dtype=torch.float64),
+            waad_HT=query.new_zeros(len(query), action_tokens),
+            influence_HT=query.new_zeros(len(query), action_tokens),
         )
-        responses = [(one, blocks(one.position_R, window)) for one in trained_responses(self.micro)]
+        responses = [(one, blocks(one.position_R, sliding_window)) for one in trained_responses(self.micro)]
         # All blocks use the same memory, because allocating memory for each block would take longer than the
         # arithmetic.
-        scratch = make_scratch(query_HPD, chain.from_iterable(row_blocks for _, row_blocks in responses))
-        # Without a chosen head in this layer, there is nothing to compute.
-        for response, row_blocks in responses if len(query_HPD) else ():
+        scratch = make_scratch(query, chain.from_iterable(row_blocks for _, row_blocks in responses))
+        attend = partial(attention_rows, scaling=scaling, window=sliding_window, scratch=scratch)
+        for response, row_blocks in responses:
             self._add_response(
                 HeadSignals(found.span_H, found.waad_HT[:, response.tokens], found.influence_HT[:, response.tokens]),
-                query_HPD[:, response.start : response.stop],
-                key_HPD[:, response.start : response.stop],
-                local,
-                far,
+                query[:, response.start : response.stop],
+                key[:, response.start : response.stop],
                 response.position_R,
                 row_blocks,
-                partial(attend, scratch=scratch),
+                attend,
             )
-        return found
 
     def _add_response(
         self,
         found: HeadSignals,
         query_HLD: Tensor,
         key_HLD: Tensor,
-        local: slice,
-        far: slice,
         position_R: IntArray,
         row_blocks: Sequence[RowBlock],
         attend: Callable[..., Tensor],
@@ -194,8 +149,6 @@ class RhythmWatch:
                 set.
             query_HLD: queries of the sequence.
             key_HLD: keys of the sequence.
-            local: the heads whose WAAD is computed, as a slice of the heads.
-            far: the heads whose FAI is computed, as a slice of the heads.
             position_R: places of the action tokens in the sequence.
             row_blocks: division of the action tokens into blocks.
             attend: computes the attention weights for a block of rows.
@@ -212,24 +165,17 @@ class RhythmWatch:
             query_rows = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
             weights = attend(query_HLD[:, query_rows], key_HLD[:, block.seen], rows, columns, ahead=block.ahead)
             found.span_H += spans(weights, rows, columns).double().sum(-1)
-            found.waad_HT[:, block.rows] = windowed_distance(weights[local], rows, columns)
+            found.waad_HT[:, block.rows] = windowed_distance(weights, rows, columns)
             first = block.seen.start
             # FAI needs only the columns from `farthest` places before the lowest row to `nearest` places before the
             # highest row.
             late = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
             inside = slice(late.start - first, late.stop - first)
             received_HL[:, late] += future_influence(
-                weights[far, :, inside], rows, columns[inside], options.nearest, options.farthest
+                weights[..., inside], rows, columns[inside], options.nearest, options.farthest
             )
         count_R = torch.from_numpy(followers(position_R, options.nearest, options.farthest)).to(query_HLD.device)
         found.influence_HT[:] = received_HL[:, row_R] / count_R.clamp(min=1)
-
-
-def _spread(values: Tensor, heads: Tensor, count: int) -> Tensor:
-    """Return [count, …] with the rows of `values` at the indices `heads`, and zeros for all other heads of a layer."""
-    spread = values.new_zeros(count, *values.shape[1:])
-    spread[heads] = values
-    return spread
 
 
 class TrainedResponse(NamedTuple):
@@ -279,8 +225,7 @@ class RhythmPass:
     """Multiplies the advantages of each step by the rhythm of the policy's attention. One object serves a whole run.
 
     In each step, all ranks make these calls: `watch` and `collect` for every micro-batch, then `choose_heads`, then
-    `multiply` for every micro-batch, then `report`. Once the heads are settled, `multiply` may be called for a
-    micro-batch as soon as its signals are collected.
+    `multiply` for every micro-batch, then `report`.
     """
 
     def __init__(self, options: Rhythm, model: PreTrainedModel) -> None:
@@ -318,37 +263,15 @@ class RhythmPass:
                 f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
                 "global at once; choose more layers"
             )
-        self.kinds_2N: Tensor | None = torch.zeros(2, count) if options.heads == "first" else None
-        """1 for each local head (row 0) and global head (row 1) of the whole run; all 0 until these heads are chosen.
-        None if heads are chosen in each step. Checkpoints hold this tensor."""
-        self._step_kinds: HeadKinds | None = None
-        """Heads chosen in this step, by number among the N heads."""
+        self._kinds: HeadKinds | None = None
+        """Heads chosen in this step; None before the first choice."""
         self.tally = np.zeros(count + 3)
         """Sums over this rank's part of the step: [N] spans summed over rows, then the numbers of rows, of trained
         tokens whose advantage was multiplied, and of trained tokens."""
 
-    @property
-    def settled(self) -> bool:
-        """True if the local and global heads were chosen for the whole run, so that no other head is observed.
-
-        Always False in a run that chooses its heads in each step.
-        """
-        return self.kinds_2N is not None and bool(self.kinds_2N.any())
-
     def watch(self, micro: MicroBatch) -> RhythmWatch:
-        """Return a watch for one forward pass over this micro-batch.
-
-        The watch observes all heads of the chosen layers. If the local and global heads are settled, it observes only
-        these heads.
-        """
-        if not self.settled:
-            return RhythmWatch(micro, self._layers, self._options)
-        ends = list(accumulate(self._heads_of_layer.values(), initial=0))
-        kinds = {
-            layer: HeadKinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._kinds()))
-            for layer, (begin, end) in zip(self._heads_of_layer, pairwise(ends), strict=True)
-        }
-        return RhythmWatch(micro, self._layers, self._options, kinds)
+        """Return a watch for one forward pass over this micro-batch, which observes all heads of the chosen layers."""
+        return RhythmWatch(micro, self._layers, self._options)
 
     def collect(self, watch: RhythmWatch) -> MicroSignals:
         """Return the signals that a watch found in all chosen layers.
@@ -365,23 +288,16 @@ class RhythmPass:
         )
 
     def choose_heads(self, mesh: TrainerMesh) -> None:
-        """Choose the local and the global heads by their spans over all ranks. Does nothing if the heads are settled.
+        """Choose the local and the global heads by their spans over all ranks. A collective.
 
-        A collective unless the heads are settled. Call this after this rank has collected all of its micro-batches.
-        With `heads = "first"`, a batch without any trained response does not settle the heads, because it has no spans.
-        A batch with a span that is not finite does not settle them either: its choice would last for the whole run.
+        Call this after this rank has collected all of its micro-batches.
         """
-        if self.settled:
-            return
-        mean_N, rows = self._spans(mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy())
-        self._step_kinds = HeadKinds(*head_kinds(mean_N))
-        if self.kinds_2N is not None and rows > 0 and np.isfinite(mean_N).all():
-            for row, heads in zip(self.kinds_2N, self._step_kinds, strict=True):
-                row[torch.from_numpy(heads)] = 1
+        tally = mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy()
+        self._kinds = HeadKinds(*head_kinds(self._spans(tally)))
 
     def head_means(self, signals: MicroSignals) -> tuple[FloatArray, FloatArray]:
         """Return WAAD averaged over the local heads and FAI averaged over the global heads, float64 [T] each."""
-        local, far = self._kinds()
+        local, far = self._chosen()
         return signals.waad_NT[local].mean(0, dtype=np.float64), signals.influence_NT[far].mean(0, dtype=np.float64)
 
     def heads(self) -> list[LayerHead]:
@@ -389,7 +305,7 @@ class RhythmPass:
 
         Call this after `choose_heads`.
         """
-        (span_N, _), (local, far) = self._spans(self.tally), self._kinds()
+        span_N, (local, far) = self._spans(self.tally), self._chosen()
         numbered = [(layer, head) for layer, count in self._heads_of_layer.items() for head in range(count)]
         return [
             LayerHead(layer, head, float(span_N[n]), "local" if n in local else "global" if n in far else "")
@@ -399,24 +315,20 @@ class RhythmPass:
     def multiply(self, advantage_T: FloatArray, signals: MicroSignals, micro: MicroBatch) -> FloatArray:
         """Return the advantages multiplied by γ, the factor of `algorithms.rhythm.multiplier`; float64 [T].
 
-        Advantages whose sign is not one of `Rhythm.signs`, and sequences without a token to train, do not change. The
-        multiplied tokens are counted for `report`.
+        Sequences without a token to train do not change. The multiplied tokens are counted for `report`.
         """
         waad_T, influence_T = self.head_means(signals)
         gamma_T = np.ones(len(micro.target_T))
         for response in trained_responses(micro):
             at = response.tokens
             gamma_T[at] = multiplier(self._options, waad_T[at], influence_T[at], response.position_R)
-        if self._options.signs != "both":
-            sign = 1 if self._options.signs == "positive" else -1
-            gamma_T[~(sign * advantage_T > 0)] = 1.0
         self.tally[-2:] += (gamma_T[micro.mask_T] > 1).sum(), micro.mask_T.sum()
         return advantage_T * gamma_T
 
     def report(self, mesh: TrainerMesh) -> dict[str, float]:
         """Return the metrics of the step over all ranks, and clear the tally. A collective."""
         tally = mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy()
-        (mean_N, _), (local, far) = self._spans(tally), self._kinds()
+        mean_N, (local, far) = self._spans(tally), self._chosen()
         self.tally = np.zeros_like(self.tally)
         return {
             "rhythm_share": float(tally[-2] / max(tally[-1], 1.0)),
@@ -424,18 +336,14 @@ class RhythmPass:
             "rhythm_span_global": float(mean_N[far].mean()),
         }
 
-    def _kinds(self) -> HeadKinds:
-        """Return the local and global heads, by number among the N heads: chosen for the run if settled, else for the
-        step."""
-        if self.kinds_2N is not None and self.settled:
-            return HeadKinds(*(row.nonzero().flatten().numpy() for row in self.kinds_2N))
-        assert self._step_kinds is not None, "heads are chosen before they are used"
-        return self._step_kinds
+    def _chosen(self) -> HeadKinds:
+        """Return the local and global heads of this step."""
+        assert self._kinds is not None, "heads are chosen before they are used"
+        return self._kinds
 
-    def _spans(self, tally: FloatArray) -> tuple[FloatArray, float]:
-        """Return [N] mean spans, and the number of rows over which they are averaged. `tally` has the form of
-        `self.tally`."""
-        return tally[:-3] / max(tally[-3], 1.0), float(tally[-3])
+    def _spans(self, tally: FloatArray) -> FloatArray:
+        """Return [N]: the mean span of each head. `tally` has the form of `self.tally`."""
+        return tally[:-3] / max(tally[-3], 1.0)
 
 
 class ResponseSignals(NamedTuple):
@@ -445,7 +353,7 @@ class ResponseSignals(NamedTuple):
     """Index of the response's sample in the batch."""
     signals: Signals
     multiplier_R: FloatArray
-    """γ of each token, for an advantage whose sign is one of `Rhythm.signs`."""
+    """γ of each token."""
 
 
 @torch.no_grad()

@@ -222,8 +222,7 @@ class Trainer:
         step.shown.begin_round(shard)
         # Compute the inputs of the loss before an update of this round, because they describe the weights at the start
         # of the step. Methods for which later rounds would come too late for this are not streamed.
-        step.rhythm = self._rhythm_in_training()
-        inputs = iter(self.loss_inputs(plan, rhythm=None if step.rhythm else self.rhythm))
+        inputs = iter(self.loss_inputs(plan))
         parts = [
             _Part(minibatch, list(islice(inputs, len(minibatch.micro_batches))), plan.critic_B)
             for minibatch in plan.minibatches
@@ -299,7 +298,6 @@ class Trainer:
                 step=version,
                 limit=limit,
                 bounds=step.bounds,
-                rhythm=step.rhythm,
                 statistics=step.statistics,
                 shown=None if minibatch.repeated else step.shown,
             )
@@ -321,21 +319,17 @@ class Trainer:
         if not minibatch.repeated:
             step.minibatches.append(minibatch if self._config.train.updates_per_batch > 1 else minibatch.emptied())
 
-    def loss_inputs(self, plan: StepPlan, *, rhythm: RhythmPass | None) -> list[LossInputs]:
+    def loss_inputs(self, plan: StepPlan) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
 
         `train_step` calls this before its first update. The rhythm multiplies advantages by factors that it computes
         from the policy's attention. It does not multiply the regression targets of the critics, which learn the rewards
         themselves.
 
-        Args:
-            plan: the step.
-            rhythm: observes the attention in these passes, and multiplies the advantages, if given.
-
         Raises:
             ContractError: on every rank, if a trained token of any rank has an advantage that is not finite.
         """
-        config, credit, device = self._config, plan.credit, self.mesh.device
+        config, credit, device, rhythm = self._config, plan.credit, self.mesh.device, self.rhythm
         models = StepModels(self.model, self.reference, self._teacher, self.critics, self.average)
         outputs = forward_passes(
             plan.micro_batches,
@@ -378,33 +372,15 @@ class Trainer:
         return inputs
 
     @property
-    def _single_update(self) -> bool:
-        """True if a step makes one update, so that its training pass has the weights of the step's start."""
-        return self._config.train.minibatches * self._config.train.updates_per_batch == 1
-
-    @property
     def _needs_start(self) -> bool:
         """True if the policy's log-probs at the start of the step need a forward pass of their own.
 
         A method needs these log-probs if they are the proximal policy's, or for a KL in the reward. With a single
         update, the training pass computes those of the proximal policy itself.
         """
-        divergence = self._config.algorithm.kl
-        recomputes = self._method.proximal == "recompute" and not self._single_update
+        divergence, train = self._config.algorithm.kl, self._config.train
+        recomputes = self._method.proximal == "recompute" and train.minibatches * train.updates_per_batch > 1
         return recomputes or (divergence is not None and divergence.place == "reward")
-
-    def _rhythm_in_training(self) -> RhythmPass | None:
-        """Return the rhythm if the training pass itself can observe the attention, which saves a forward pass.
-
-        None if there is no rhythm, or if a forward pass before training must observe the attention. The training pass
-        can do so if the heads to observe are already chosen, and if it is the only pass. Then it has the weights at the
-        start of the step, and no pass before it needs the multiplied advantages, as `_limit` would.
-        """
-        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or not self._single_update:
-            return None
-        # Activation checkpointing would observe each layer twice.
-        other_pass = self._config.train.activation_checkpointing or self._needs_start
-        return None if other_pass else self.rhythm
 
     @torch.no_grad()
     def mean_loss(self, shard: Shard) -> float:
@@ -508,7 +484,6 @@ class Trainer:
         step: int,
         limit: float,
         bounds: tuple[float, float],
-        rhythm: RhythmPass | None,
         statistics: StepStatistics,
         shown: ShownTokens | None,
     ) -> Tensor:
@@ -523,7 +498,6 @@ class Trainer:
             step: the version that is trained.
             limit: number that the objective computed from all trained tokens of the minibatch (`_limit`).
             bounds: range of the critics' disagreement that the objective computed from the whole batch (`_bounds`).
-            rhythm: observes the attention in this pass, and multiplies the advantages, if given.
             statistics: collects the statistics of the step.
             shown: collects tokens for the run's pages, if given.
 
@@ -533,12 +507,7 @@ class Trainer:
         """
         algorithm = self._config.algorithm
         with torch.set_grad_enabled(not self._warming_up):
-            watch = None if rhythm is None else rhythm.watch(micro)
-            now = policy_logprobs(self.model, micro, entropy_gradient=algorithm.entropy_bonus > 0, watch=watch)
-            if rhythm is not None and watch is not None:
-                advantage_T = inputs.advantage_T.double().cpu().numpy()
-                multiplied_T = rhythm.multiply(advantage_T, rhythm.collect(watch), micro).astype(np.float32)
-                inputs = replace(inputs, advantage_T=torch.from_numpy(multiplied_T).to(inputs.advantage_T.device))
+            now = policy_logprobs(self.model, micro, entropy_gradient=algorithm.entropy_bonus > 0)
             tokens = self._objective_input(micro, now, inputs, step)._replace(limit=limit, bounds=bounds)
             if self.lag is not None:
                 self.lag.add(tokens, age_of(micro.version_T, step), micro.mask_T)
@@ -564,7 +533,7 @@ class Trainer:
         if shown is not None:
             shown.add(micro, tokens, start_T, now.entropy_T, loss)
         # Return tensors, and do not read a value from the GPU (such as with `.item()`): the GPU would then be idle
-        # until the next micro-batch is queued. Only `rhythm` needs such a wait, above.
+        # until the next micro-batch is queued.
         kept_S = torch.zeros(tokens.sequences, dtype=torch.int64, device=loss.mask_T.device)
         kept_S.index_add_(0, tokens.sequence_T, loss.mask_T.long())
         return torch.stack([kept_S.sum(), kept_S.count_nonzero()])
@@ -697,8 +666,6 @@ class _RunningStep:
         self.counts = BatchCounts()
         self.statistics = StepStatistics(mesh)
         self.shown = ShownTokens(config.run.log_samples)
-        self.rhythm: RhythmPass | None = None
-        """Rhythm that the training pass observes, if it does."""
         self.bounds = NO_BOUNDS
         """Result of `Trainer._bounds`, which is computed from the whole batch."""
         self.minibatch: _RunningMinibatch | None = None

@@ -194,10 +194,10 @@ def resolve(*overrides: str) -> Config:
                 ("global", "window", 10, "this key was removed. It is fixed at 10, as algorithms/rhythm.py says"),
                 ("coupled", "gain", 1, "expected a number above 1"),
                 ("coupled", "top", 0, "expected a number above 0"),
-                ("coupled", "signs", "'any'", 'expected "both", "negative" or "positive", got "any"'),
+                ("coupled", "signs", "'positive'", "this key was removed. Advantages of both signs are multiplied"),
                 ("coupled", "layers", 0, "expected"),
                 ("coupled", "layers", "[-1]", "expected"),
-                ("coupled", "heads", "'never'", 'expected "batch" or "first", got "never"'),
+                ("coupled", "heads", "'first'", "this key was removed. Heads are classified in each batch"),
                 ("coupled", "depth", 1, "this table has no such option"),
             )
         ),
@@ -334,8 +334,8 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
         ["algorithm.rhythm={}"],
-        ["algorithm.rhythm={credit='local', layers=[0, 3], heads='first'}", "rollout.max_new_tokens=5"],
-        ["algorithm.rhythm={credit='global', nearest=2, signs='positive'}", "algorithm.objective=reinforce_pp"],
+        ["algorithm.rhythm={credit='local', layers=[0, 3]}", "rollout.max_new_tokens=5"],
+        ["algorithm.rhythm={credit='global', nearest=2}", "algorithm.objective=reinforce_pp"],
     ],
 )
 def test_what_works_is_accepted(overrides: list[str]) -> None:

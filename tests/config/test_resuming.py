@@ -57,17 +57,6 @@ def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
     assert {key for key in taking_effect() if key.partition(".")[2] not in read} == set()
 
 
-def test_heads_that_were_chosen_in_the_first_batch_stay() -> None:
-    rhythm = {"heads": "first", "layers": 5, "gain": 1.5}
-    had, now = ({"algorithm": {"rhythm": {**rhythm, **more}}} for more in ({}, {"layers": 3}))
-    (problem,) = refused(had, now, WHERE)
-    assert problem.key == "algorithm.rhythm.layers"
-    for other in ({"algorithm": {"rhythm": {**rhythm, "gain": 2.0}}}, {"algorithm": {"rhythm": "none"}}):
-        assert not list(refused(had, other, WHERE))
-    had["algorithm"]["rhythm"]["heads"] = now["algorithm"]["rhythm"]["heads"] = "batch"
-    assert not list(refused(had, now, WHERE))
-
-
 def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_default() -> None:
     had = {"rollout": {"selection": "pass_rate", "selection_floor": 0.1}, "algorithm": {"branches": "same"}}
     (problem,) = partial_effects(had, {"rollout": {}, "algorithm": {}})

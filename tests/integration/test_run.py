@@ -148,7 +148,7 @@ def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_in
     overrides = (
         *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
         f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
-        "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4, heads='first'}",
+        "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4}",
         *("checkpoint.every=1000", "eval.every=0"),
     )
     run = start(*overrides, "run.steps=1000")

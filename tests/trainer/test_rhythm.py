@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from algorithms.rhythm import WINDOW, Rhythm
 from flash.config.tree import Config, ModelConfig
-from flash.errors import CheckpointError, ConfigError
-from flash.trainer import checkpoint
+from flash.errors import ConfigError
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.attention import ROWS_PER_BLOCK, attention_rows, blocks, make_scratch
 from flash.trainer.model.logprobs import watch_attention
@@ -33,8 +32,6 @@ from tests.trainer.trainer_cases import (
     Trainer,
     aged_shard,
     gradient_of,
-    kept,
-    local,
     make_config,
     make_shard,
     make_trajectory,
@@ -272,31 +269,9 @@ def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> 
     assert 0 < metrics["rhythm_share"] < 1
 
 
-@pytest.mark.parametrize("tokens", [25, 10_000])
-def test_settled_heads_are_seen_in_the_training_pass_itself(untied_model: Path, tokens: int) -> None:
-    before, along = (
-        trainer_with(untied_model, {**TABLE, "heads": "first"}, train={"max_tokens_per_microbatch": tokens})
-        for _ in range(2)
-    )
-    assert before.rhythm is not None
-    assert along.rhythm is not None
-    calls = {before: 0, along: 0}
-    for trainer in calls:
-        trainer.model.register_forward_hook(lambda *_, trainer=trainer: calls.update({trainer: calls[trainer] + 1}))
-    expected = before.train_step(aged_shard())
-    along.rhythm.kinds_2N = before.rhythm.kinds_2N
-    found = along.train_step(aged_shard())
-    assert calls[before] == 2 * calls[along]
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert relative_error(gradient_of(along), gradient_of(before)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("objective", "signs"),
-    [("decoupled_ppo", "positive"), ("reinforce_pp", "negative"), ("rloo", "both"), ("m2po", "positive")],
-)
-def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, objective: str, signs: str) -> None:
-    rhythm = {"credit": "global", "nearest": 1, "farthest": 50, "top": 1.0, "signs": signs}
+@pytest.mark.parametrize("objective", ["decoupled_ppo", "reinforce_pp", "rloo", "m2po"])
+def test_the_advantages_of_both_signs_are_multiplied(untied_model: Path, objective: str) -> None:
+    rhythm = {"credit": "global", "nearest": 1, "farthest": 50, "top": 1.0}
     facts, plain_facts = (
         advantages(trainer_at(3, untied_model, **tables), make_config(untied_model, **tables))
         for tables in (
@@ -304,27 +279,18 @@ def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, o
             for more in ({"rhythm": rhythm}, {})
         )
     )
-    chosen = {"both": plain_facts != 0, "positive": plain_facts > 0, "negative": plain_facts < 0}[signs]
-    quotient = facts[plain_facts != 0] / plain_facts[plain_facts != 0]
-    raised = chosen[plain_facts != 0]
-    assert set(quotient[~raised].tolist()) <= {1.0}
-    assert quotient[raised].tolist() == pytest.approx(np.where(quotient[raised] > 1.2, 1.5, 1.0).tolist())
-    assert (quotient[raised] > 1.2).any()
+    quotient, signs = facts[plain_facts != 0] / plain_facts[plain_facts != 0], np.sign(plain_facts[plain_facts != 0])
+    assert quotient.tolist() == pytest.approx(np.where(quotient > 1.2, 1.5, 1.0).tolist())
+    assert {*signs[quotient > 1.2].tolist()} == {-1.0, 1.0}
 
 
 def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untied_model: Path) -> None:
-    """A single update observes its own pass, because the heads are an earlier batch's and no other pass is needed."""
     found = []
     for passes in (1, 3):
         train = {"updates_per_batch": passes, "learning_rate": 1e-1}
         algorithm = {"objective": "decoupled_ppo", "options": {"proximal": "loglinear"}}
-        trainer = trainer_with(untied_model, {**TABLE, "heads": "first"}, algorithm=algorithm, train=train)
-        started = [local(parameter).clone() for parameter in trainer.model.parameters()]
-        trainer.train_step(aged_shard())  # chooses the heads
-        with torch.no_grad():
-            for parameter, value in zip(trainer.model.parameters(), started, strict=True):
-                local(parameter).copy_(value)
-        found.append(trainer.train_step(aged_shard(1, step=4))["advantage_abs_mean"])
+        trainer = trainer_with(untied_model, TABLE, algorithm=algorithm, train=train)
+        found.append(trainer.train_step(aged_shard())["advantage_abs_mean"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
@@ -332,7 +298,7 @@ def advantages(trainer: Trainer, config: Config) -> Any:
     """Return the advantages of all tokens before the first update."""
     method = resolve_method(config, make_objective(config.algorithm))
     plan = plan_step(aged_shard(), config, method, trainer.version, trainer.mesh, share_rows=True)
-    inputs = trainer.loss_inputs(plan, rhythm=trainer.rhythm)
+    inputs = trainer.loss_inputs(plan)
     return np.concatenate([one.advantage_T.double().numpy() for one in inputs])
 
 
@@ -346,39 +312,6 @@ def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
     assert {name: found[name] for name in ("critic_loss", "return_mean")} == pytest.approx(
         {name: expected[name] for name in ("critic_loss", "return_mean")}, rel=1e-5
     )
-
-
-def test_attention_that_is_not_finite_does_not_settle_the_heads_of_a_run() -> None:
-    micro = micro_batch(aged_shard())
-    rhythm, _ = seen(prepared(tiny("llama")), micro, replace(OPTIONS, heads="first"))
-    mean = rhythm.tally[0]
-    for span, settled in ((np.nan, False), (mean, True)):
-        rhythm.tally[0] = span
-        rhythm.choose_heads(trainer_mesh("cpu"))
-        assert rhythm.settled == settled
-
-
-def test_heads_of_the_first_batch_stay_and_are_resumed(untied_model: Path, tmp_path: Path) -> None:
-    trainer = trainer_with(untied_model, {**TABLE, "heads": "first"})
-    assert trainer.rhythm is not None
-    assert trainer.rhythm.kinds_2N is not None
-    trainer.train_step(aged_shard())
-    chosen = trainer.rhythm.kinds_2N.clone()
-    assert chosen.sum(1).tolist() == [2, 2]
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.mul_(-0.7)
-    trainer.train_step(aged_shard(step=4))
-    assert torch.equal(trainer.rhythm.kinds_2N, chosen)
-
-    folder = checkpoint.save(tmp_path, trainer, kept(b"hub"), keep=1)
-    resumed = trainer_with(untied_model, {**TABLE, "heads": "first"})
-    checkpoint.load(folder, resumed)
-    assert resumed.rhythm is not None
-    assert resumed.rhythm.kinds_2N is not None
-    assert torch.equal(resumed.rhythm.kinds_2N, chosen)
-    with pytest.raises(CheckpointError, match="heads that rhythm chose"):
-        checkpoint.load(folder, trainer_with(untied_model, TABLE))
 
 
 def test_a_layer_that_is_not_attention_is_refused_with_its_reason() -> None:

@@ -263,7 +263,7 @@ def test_samples_that_a_limit_has_ended_leave_the_loss_but_not_the_baseline(tied
             {"algorithm": {"objective": "grpo", "advantage": "gae"}, "critic": {"lam": 0.8}},
             {"offload": ["activations"]},
         ),
-        ({"algorithm": {"objective": "grpo", "rhythm": {"credit": "global", "heads": "first"}}}, {}),
+        ({"algorithm": {"objective": "grpo", "rhythm": {"credit": "global"}}}, {}),
     ],
     ids=["policy", "critic, inputs aside", "rhythm"],
 )

@@ -100,11 +100,9 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"rhythm, {split}": {
             "split": split, "aged": True,
-            "algorithm": {"rhythm": {"credit": credit, "nearest": 2, "farthest": 12, "heads": heads}},
+            "algorithm": {"rhythm": {"credit": credit, "nearest": 2, "farthest": 12}},
         }
-        for split, credit, heads in (
-            ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
-        )
+        for split, credit in (("uneven", "coupled"), ("all on one", "local"), ("even", "global"))
     },
     "rounds, adapters and minibatches": {
         "rounds": [4, 4, 5], "aged": True, "lora": {"rank": 4}, "train": {"minibatches": 2},

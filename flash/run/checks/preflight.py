@@ -330,9 +330,7 @@ def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
     kl = config.algorithm.kl
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
-    # The heads that rhythm chose ("rhythm") are compared when the checkpoint is loaded.
-    present = [name for name in manifest.extras if name != "rhythm"]
-    if fault := extras_mismatch(checkpoint, present, wanted):
+    if fault := extras_mismatch(checkpoint, manifest.extras, wanted):
         yield ConfigProblem("lora" if "[lora]" in fault else "algorithm.objective", fault)
     elif config.lora is not None and (fault := alpha_mismatch(checkpoint, manifest, config.lora.alpha)):
         yield ConfigProblem("lora.alpha", fault)
