@@ -48,9 +48,10 @@ def change(base: Config | Mapping[str, Any], **tables: Mapping[str, Any]) -> Con
     """
     before = msgspec.to_builtins(base) if isinstance(base, Config) else base
     changed = {name: before.get(name, {}) | dict(table) for name, table in tables.items()}
-    simulated = tables.get("simulate", {})
-    if "rollout_gpus" in simulated and "nodes" not in simulated:
-        changed["simulate"]["nodes"] = math.ceil(simulated["rollout_gpus"] / GPUS_PER_NODE)
+    serving, cluster = tables.get("simulate", {}).get("rollout_gpus"), tables.get("cluster", {})
+    if serving is not None and "nodes" not in cluster:
+        nodes = {"nodes": math.ceil(serving / GPUS_PER_NODE)}
+        changed["cluster"] = before.get("cluster", {}) | dict(cluster) | nodes
     return msgspec.convert({**before, **changed}, Config)
 
 

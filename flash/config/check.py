@@ -272,16 +272,13 @@ def check_simulated_gpus(config: Config) -> Iterator[ConfigProblem]:
     if serving % width:
         message = f"expected a multiple of engine.tensor_parallel = {width}, got {serving}"
         yield ConfigProblem("simulate.rollout_gpus", message)
-    elif serving // width < simulate.nodes:
-        message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"
-        yield ConfigProblem("simulate.nodes", message)
 
 
 def check_simulated_run(config: Config) -> Iterator[ConfigProblem]:
     """Check the requirements of `flash simulate` alone.
 
-    It needs a `[simulate]` table, at most one adapter per engine, possible distributions, and a prompt that fits into
-    model.max_length.
+    It needs a `[simulate]` table, at most one adapter per engine, an engine for each node, possible distributions, and
+    a prompt that fits into model.max_length.
     """
     if config.simulate is None:
         yield ConfigProblem(
@@ -292,6 +289,9 @@ def check_simulated_run(config: Config) -> Iterator[ConfigProblem]:
         message = "expected another value than drain: with [lora] an engine then holds several adapters, which is not "
         yield ConfigProblem("rollout.swap", f"{message}simulated")
     if config.simulate is not None:
+        engines, nodes = config.simulate.rollout_gpus // config.engine.tensor_parallel, config.cluster.nodes
+        if engines < nodes:
+            yield ConfigProblem("cluster.nodes", f"expected at most one per simulated engine: {engines}, got {nodes}")
         yield from _distributions(config.simulate)
         limit, shortest = config.model.max_length - 1, round(sampler(config.simulate.prompt_tokens).draw(RARE))
         if shortest > limit:

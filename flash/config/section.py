@@ -143,6 +143,7 @@ REMOVED: dict[str, RemovedKey] = {
         300, "A step of an engine has 300 s, or half of deadlines.generate if that is shorter"
     ),
     "deadlines.sink": RemovedKey(60, "Trackers and the sink have 60 s at the end of the run"),
+    "simulate.nodes": RemovedKey(1, "cluster.nodes is the number of nodes among which the engines are divided"),
     "simulate.gpus_per_engine": RemovedKey(1, "engine.tensor_parallel is the number of GPUs per engine"),
     **{
         f"alarms.{reaction}": RemovedKey([], f'alarms.reactions names the alarms, each as NAME = "{reaction}"')

@@ -255,10 +255,8 @@ class SimulateConfig(Section, frozen=True):
     gpus: Positive = 16
     """Number of GPUs, of engines and trainers together."""
     rollout_gpus: Positive = 8
-    """Number of GPUs that run engines, `engine.tensor_parallel` each; the others train. The times below are those of a
-    whole engine."""
-    nodes: Positive = 1
-    """Number of node loops among which the engines are divided."""
+    """Number of GPUs that run engines, `engine.tensor_parallel` each; the others train. The engines are divided evenly
+    among `cluster.nodes` nodes. The times below are those of a whole engine."""
     step_s: NonNegativeFloat = 0.012
     """Fixed part of the time of a decoding step, in seconds."""
     sequence_s: NonNegativeFloat = 0.00006

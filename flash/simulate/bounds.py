@@ -192,7 +192,7 @@ def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     redundancy = 1 + rollout.extra_per_group / rollout.group_size
     in_flight = (1 + train.async_ratio) * train.batch_size * redundancy + extra
     if rollout.max_concurrent != "auto":
-        in_flight = min(in_flight, rollout.max_concurrent * simulate.nodes)
+        in_flight = min(in_flight, rollout.max_concurrent * config.cluster.nodes)
 
     def most_sequences(gpus: int) -> float:
         """Return the most sequences that an engine decodes at once if this many GPUs serve engines.

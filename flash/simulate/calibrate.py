@@ -171,13 +171,8 @@ def placement(config: Config) -> dict[str, int]:
 
     In a run without GPUs, each worker process of an engine and each trainer rank counts as one GPU.
     """
-    per_node = [config.engines_on(node) for node in range(config.cluster.nodes)]
-    serving = sum(per_node) * config.engine.tensor_parallel
-    return {
-        "gpus": serving + config.trainer_world_size,
-        "rollout_gpus": serving,
-        "nodes": sum(count > 0 for count in per_node),
-    }
+    serving = sum(map(config.engines_on, range(config.cluster.nodes))) * config.engine.tensor_parallel
+    return {"gpus": serving + config.trainer_world_size, "rollout_gpus": serving}
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------

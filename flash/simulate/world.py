@@ -222,7 +222,7 @@ class World:
         count = self.settings.rollout_gpus // config.engine.tensor_parallel
         self.engines = [self._make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
-        self.nodes = self._make_nodes()
+        self.nodes = self._make_nodes(config.cluster.nodes)
         self._node_of = [node for node in self.nodes for _ in node.engines]
         """Node of each engine, by the engine's number."""
         caller = InProcessCaller(self.hub, self._after_trainer_call)
@@ -246,9 +246,9 @@ class World:
             on_change=lambda: self._engine_changed(index),
         )
 
-    def _make_nodes(self) -> list[SimNode]:
-        """Divide the engines evenly among the nodes, in order, and return the nodes."""
-        nodes, count = self.settings.nodes, len(self.engines)
+    def _make_nodes(self, nodes: int) -> list[SimNode]:
+        """Divide the engines evenly among this many nodes, in order, and return the nodes."""
+        count = len(self.engines)
         cuts = [count * number // nodes for number in range(nodes + 1)]
         return [SimNode(number, start, self.engines[start:stop]) for number, (start, stop) in enumerate(pairwise(cuts))]
 

@@ -230,7 +230,7 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
     ("override", "complaint"),
     [
         ("simulate.rollout_gpus=3", "expected a multiple of engine.tensor_parallel = 2"),
-        ("simulate.nodes=2", "expected at most one per engine: 1"),
+        ("cluster.nodes=2", "expected at most one per simulated engine: 1"),
         ("simulate.response_tokens=long", 'expected a number, .*, got "long"; a distribution is no text any more'),
         ("rollout.max_new_tokens=9999", "expected at most 4095"),
         ("train.batch_size=9", "expected a multiple of rollout.group_size"),

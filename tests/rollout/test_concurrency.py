@@ -24,7 +24,6 @@ CACHE = 10_000
 TWO_ENGINES = {
     "gpus": 3,
     "rollout_gpus": 2,
-    "nodes": 1,
     "step_s": 0.02,
     "sequence_s": 0.0,
     "context_s": 0.0,

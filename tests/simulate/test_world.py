@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "train": {"batch_size": 16, "async_ratio": 2.0},
     "engine": {"max_sequences": 8, "stream_interval": 64},
     "deadlines": {"env_step": 30.0},
+    "cluster": {},
     "simulate": {
         "gpus": 3,
         "rollout_gpus": 2,
@@ -110,10 +111,10 @@ def test_no_token_is_stale_because_of_admission_and_speed_and_age_rise_with_the_
         "response_tokens": {"kind": "uniform", "low": 50, "high": 150},
         "gpus": 12,
         "rollout_gpus": 8,
-        "nodes": nodes,
     }
     reports = [
-        simulate(make(run={"steps": 20}, train={"async_ratio": alpha}, simulate=work)) for alpha in (0, 0.25, 0.5, 0.75)
+        simulate(make(run={"steps": 20}, train={"async_ratio": alpha}, cluster={"nodes": nodes}, simulate=work))
+        for alpha in (0, 0.25, 0.5, 0.75)
     ]
     for report in reports:
         assert report.ledger["trained_tokens"] == report.ledger["generated_tokens"]
@@ -130,7 +131,8 @@ def test_the_engines_of_eight_nodes_train_as_much_in_the_same_time_as_those_of_o
                 run={"steps": 12},
                 train={"async_ratio": alpha, "batch_size": 64},
                 engine={"max_sequences": 64, "stream_interval": 1000},
-                simulate={"sequence_s": 0.005, "gpus": 12, "rollout_gpus": 8, "nodes": nodes},
+                simulate={"sequence_s": 0.005, "gpus": 12, "rollout_gpus": 8},
+                cluster={"nodes": nodes},
             )
         )
         return report.trained_tokens / report.seconds
@@ -153,8 +155,8 @@ def test_shares_of_engines_and_trainers_add_up_to_one() -> None:
             simulate={
                 "env_s": {"kind": "lognormal", "mean": 1, "deviation": 1},
                 "turns": {"kind": "uniform", "low": 1, "high": 4},
-                "nodes": 2,
-            }
+            },
+            cluster={"nodes": 2},
         )
     )
     assert report.engine_busy + sum(report.engine_idle.values()) == pytest.approx(1)
@@ -318,7 +320,8 @@ def test_no_engine_slot_stays_empty_while_an_admissible_task_waits(
         rollout={"extra_per_group": extra},
         train={"batch_size": 8, "async_ratio": alpha},
         engine={"max_sequences": places},
-        simulate={"response_tokens": tokens, "env_s": env_s, "turns": turns, "nodes": nodes},
+        simulate={"response_tokens": tokens, "env_s": env_s, "turns": turns},
+        cluster={"nodes": nodes},
     )
     assert watched(config).looks > 0
 
