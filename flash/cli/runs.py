@@ -228,9 +228,12 @@ def add_track(commands: CommandParsers) -> argparse.ArgumentParser:
 def run_track(arguments: argparse.Namespace) -> int:
     """Send the rows of a run to each tracker that does not have them yet, for `flash track`. Prints their number."""
     directory = run_directory(arguments.run_dir)
-    names = [arguments.to] if arguments.to else settings(directory).get("track", {}).get("to", [])
+    recorded = settings(directory).get("track", {}).get("to", [])
+    names = [arguments.to] if arguments.to else [name for name in recorded if ":" not in name]
     if not names:
-        raise ConfigError(f"{arguments.run_dir} has no track.to: name a tracker with --to ({', '.join(TRACKERS)})")
+        raise ConfigError(
+            f"{arguments.run_dir} has no tracker in track.to: name a tracker with --to ({', '.join(TRACKERS)})"
+        )
     for name in names:
         sys.stdout.write(f"{name}: sent {_send_rows(directory, name, arguments.project)} rows\n")
     return 0

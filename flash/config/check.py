@@ -18,14 +18,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from flash.config import check_learning, machine, models
-from flash.config.decode import ConfigProblem, show
+from flash.config.decode import ConfigProblem, show, suggest
 from flash.config.objects import class_with, examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE, sampling_faults
 from flash.config.simulate import RARE, SimulateConfig, sampler, stated
-from flash.config.tree import Config
+from flash.config.tree import Config, TrackerName
 from flash.errors import ConfigError
 from flash.text import harmless
 
@@ -233,13 +233,20 @@ def check_eval(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("eval.problems", message)
 
 
-def check_observe(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the sink, the user's own function that receives the metrics, can be imported and called."""
-    if config.observe.sink is not None:
-        try:
-            load_sink(config.observe.sink)
-        except ConfigError as error:
-            yield ConfigProblem("observe.sink", str(error))
+def check_track(config: Config) -> Iterator[ConfigProblem]:
+    """Check that each tracker is a known name, or a function of the user that can be imported and called."""
+    names = get_args(TrackerName)
+    for place, given in enumerate(config.track.to):
+        key = f"track.to[{place}]"
+        if ":" in given:
+            try:
+                load_sink(given)
+            except ConfigError as error:
+                yield ConfigProblem(key, str(error))
+        elif given not in names:
+            known = ", ".join(map(show, names))
+            message = f"expected {known} or `module:function`, got {show(given)}{suggest(given, names)}"
+            yield ConfigProblem(key, message)
 
 
 def check_alarms(config: Config) -> Iterator[ConfigProblem]:
@@ -328,7 +335,7 @@ TABLES: tuple[Check, ...] = (
     models.check_other_models,
     machine.check_weights,
     check_eval,
-    check_observe,
+    check_track,
     check_alarms,
     machine.check_cluster,
     machine.check_parallel,
@@ -340,7 +347,7 @@ SUPERVISED: tuple[Check, ...] = (
     check_run,
     models.check_model,
     check_learning.check_train,
-    check_observe,
+    check_track,
     check_alarms,
     machine.check_cluster,
     machine.check_parallel,

@@ -232,8 +232,8 @@ def load_objective(name: str) -> type[Objective]:
 
 
 def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
-    """Return the function that `observe.sink` names, which makes a sink; see `flash.observe.trackers.receivers`. The
-    check of `observe.sink` and the first node of a run call this.
+    """Return the function that `track.to` names, which makes a sink; see `flash.observe.trackers.receivers`. The check
+    of `track.to` and the first node of a run call this.
 
     Raises:
         ConfigError: there is no such function, or it takes other arguments.
@@ -247,8 +247,8 @@ def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
 
 
 def is_sink(made: object) -> bool:
-    """Return True if an object can be called as `sink(kind, row)`. Checked when the function of `observe.sink` has made
-    a sink, at the start of a run."""
+    """Return True if an object can be called as `sink(kind, row)`. Checked when a function of `track.to` has made a
+    sink, at the start of a run."""
     return callable(made) and _takes(made, "kind", "row")
 
 

@@ -118,7 +118,7 @@ def _unknown(had: Settings) -> list[str]:
     sections = {key.partition(".")[0] for key in known}
     found = [section for section in had if section not in sections]
     for section, table in had.items():
-        if section in sections and isinstance(table, dict):
+        if section in sections and section not in REMOVED and isinstance(table, dict):
             names = cast("dict[str, Any]", table)
             found += [key for key in (f"{section}.{name}" for name in names) if key not in known]
     return found

@@ -131,6 +131,7 @@ REMOVED: dict[str, RemovedKey] = {
         f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')
         for name, barrier in (("queue_scheduling", "batch"), ("replicate_prompts", "group"), ("env_async", "turn"))
     },
+    "observe": RemovedKey({}, "track.to takes the import path of your own tracker, beside the names of others"),
     "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
     "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
     "weights.deltas": RemovedKey(False, 'weights.backend = "tcp_deltas" does what true did'),

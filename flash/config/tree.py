@@ -7,7 +7,7 @@ Every field has a docstring that gives its meaning and unit; docs/configuration.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, field
 
@@ -259,13 +259,6 @@ class CheckpointConfig(Section, frozen=True):
     """Write the trained model to the folder `model/` at the end."""
 
 
-class ObserveConfig(Section, frozen=True):
-    """Receiver of the run's metrics, written by you."""
-
-    sink: str | None = None
-    """Import path `module:function` of [your own tracker](metrics.md#your-tracker). None: none."""
-
-
 TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 """Name of a tracker, which is also the name of its Python package."""
 
@@ -273,10 +266,21 @@ TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 class TrackConfig(Section, frozen=True):
     """[Trackers](view.md#in-a-tracker) that receive the run's metrics and show runs side by side."""
 
-    to: list[TrackerName] = field(default_factory=list[TrackerName])
-    """Names of the trackers. Each of them must be installed on the first node. Empty: none."""
+    to: list[str] = field(default_factory=list[str])
+    """Trackers: `wandb`, `trackio`, `tensorboard` or `mlflow`, which must be installed on the first node, or the import
+    path `module:function` of [your own](metrics.md#your-tracker). Empty: none."""
     project: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+$")] = "flash"
     """Project name in trackio and Weights & Biases, and experiment name in MLflow."""
+
+    @property
+    def trackers(self) -> list[TrackerName]:
+        """Names of the trackers that Flash knows, each once."""
+        return [name for name in get_args(TrackerName) if name in self.to]
+
+    @property
+    def sinks(self) -> list[str]:
+        """Import paths of the user's own trackers, each once."""
+        return [path for path in dict.fromkeys(self.to) if ":" in path]
 
 
 AlarmName = Literal[
@@ -433,7 +437,6 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    observe: ObserveConfig = ObserveConfig()
     track: TrackConfig = TrackConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -53,7 +53,7 @@ from flash.weights.versions import decode_update
 
 KEYS_WITHOUT_EFFECT = (
     *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders", "train.profile"),
-    *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
+    *("checkpoint.", "deadlines.", "track.", "alarms.", "simulate."),
 )
 """Keys, and beginnings of keys, on which a training step does not depend. If only these have changed while a run was
 stopped, its recorded batches still make the same steps. `run.steps` may change, too, if the learning rate does not

@@ -94,7 +94,10 @@ def test_none_unsets_a_text_key_and_a_required_key_is_then_missing():
     assert complaint("run.name=none").startswith("`run.name` (setting): is missing; expected text")
     assert resolve('run.name="none"').run.name == "none"
     assert (
-        resolve("track.project=none") == resolve("model.tool_parser=none") == resolve("observe.sink=none") == resolve()
+        resolve("track.project=none")
+        == resolve("model.tool_parser=none")
+        == resolve("alarms.command=none")
+        == resolve()
     )
     simulated = resolve("simulate.env_s=3", "simulate.env_s=none").simulate
     assert simulated is not None

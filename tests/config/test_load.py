@@ -452,6 +452,14 @@ def test_a_file_that_is_not_text_is_refused(project):
             ["train.max_tokens_per_microbatch=4095"],
             "`train.max_tokens_per_microbatch` (setting): expected at least model.max_length = 4096, got 4095",
         ),
+        (
+            ["track.to=['tensorboard', 'wanbd']"],
+            (
+                '`track.to[1]` (setting): expected "trackio", "wandb", "tensorboard", "mlflow" or `module:function`, '
+                'got "wanbd"; did you mean `wandb`?'
+            ),
+        ),
+        (["track.to=['nowhere:make_sink']"], "`track.to[0]` (setting): "),
         (["eval.samples=4"], "`eval.samples` (setting): 4 greedy answers are all the same"),
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (setting): expected at most cluster.nodes = 1, got 2"),
         (

@@ -84,7 +84,7 @@ def make_config(folder: Path, sink: str, **more: Any) -> Config:
             "run": {"name": "run", "output_dir": str(folder)},
             "model": {"path": "none"},
             "env": {"path": "none:None"},
-            "observe": {"sink": f"{__name__}:{sink}"},
+            "track": {"to": [f"{__name__}:{sink}"]},
             "cluster": {"gpus_per_node": 0},
             **more,
         },

@@ -175,7 +175,7 @@ def test_what_the_command_lacks_is_named(
 ) -> None:
     tracked_run.config.write_text(dump(config))
     assert main(["track", str(tracked_run.path)]) == 2
-    assert "has no track.to: name a tracker with --to (trackio, wandb, " in capsys.readouterr().err
+    assert "has no tracker in track.to: name a tracker with --to (trackio, wandb, " in capsys.readouterr().err
     (tracked_run.path / "track").mkdir()
     (tracked_run.path / "track/wandb.json").write_text("{")
     if not_installed("wandb") is None:

@@ -54,8 +54,7 @@ SECRETS: dict[str, dict[str, Any]] = {
     "model": {"chat_template_kwargs": {"key": "SECRET-argument"}, "tool_parser": "SECRET-parser"},
     "engine": {"vllm": {"hf_token": "SECRET-engine"}},
     "alarms": {"command": "curl https://SECRET-address"},
-    "observe": {"sink": "SECRET_module:sink"},
-    "track": {"project": "SECRET-project"},
+    "track": {"to": ["SECRET_module:sink"], "project": "SECRET-project"},
     "cluster": {"hub_host": "SECRET-host"},
 }
 """Tables of a run with a secret wherever a user might have one."""

@@ -229,8 +229,7 @@ SPEED = ColumnGroup(
         Column("wasted_tokens", "counter of the tokens that were thrown away for any reason", "tokens"),
         Column(
             "sink_lost",
-            "counter of the rows that the sink of `observe.sink` failed on or had no room for, since this process "
-            "began",
+            "counter of the rows that your sinks of `track.to` failed on or had no room for, since this process began",
         ),
         Column("filtered", "counter of the samples that were filtered out", form=".0f", label="filtered"),
         Column(

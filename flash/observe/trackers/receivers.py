@@ -1,4 +1,4 @@
-"""All receivers of a run that its configuration names: `observe.sink`, `track.to` and `alarms.command`.
+"""All receivers of a run that its configuration names: the trackers and sinks of `track.to`, and `alarms.command`.
 
 `flash.observe.recorder` owns the `Receivers` of a run. Each receiver has a `Feed` of its own: a queue, and a thread
 that calls the receiver. So no receiver makes the run wait.
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from flash.config.load import dump
@@ -29,7 +30,7 @@ ERROR_BYTES = 1000
 """Bytes of the alarm command's error output that a warning quotes."""
 
 Sink = Callable[[str, dict[str, Any]], object]
-"""Function that the object named by `observe.sink` returns. It is called with the kind of a row and the row."""
+"""Function that a function named by `track.to` returns. It is called with the kind of a row and the row."""
 
 
 class Receivers:
@@ -43,17 +44,18 @@ class Receivers:
             directory: run directory, from which the trackers' processes read rows.
             resume_at: version that a resumed run continues from; None for a new run.
         """
-        path, command = config.observe.sink, config.alarms.command
-        self._sink = None if path is None else Feed(SinkReceiver(path, lambda: make_sink(path, config, resume_at)))
-        """Feed of the sink; None if the configuration names none."""
+        command = config.alarms.command
+        self._sinks = [
+            Feed(SinkReceiver(path, partial(make_sink, path, config, resume_at))) for path in config.track.sinks
+        ]
+        """Feeds of the user's sinks."""
         self._alarms = None if command is None else Feed(AlarmCommand(command))
         """Feed of the alarm command; None if the configuration names none."""
-        trackers = [Feed(TrackerProcess(directory, name)) for name in dict.fromkeys(config.track.to)]
-        self._row_feeds = [*([] if self._sink is None else [self._sink]), *trackers]
-        """Feeds that get rows: of the sink and of the trackers."""
+        self._row_feeds = [*self._sinks, *(Feed(TrackerProcess(directory, name)) for name in config.track.trackers)]
+        """Feeds that get rows: of the sinks and of the trackers."""
 
     def row(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
-        """Pass a row to the sink and the trackers, without waiting.
+        """Pass a row to the sinks and the trackers, without waiting.
 
         `kind` is `step` or `evaluation`; for the last row it is `summary`, or `error` if an error has ended the run.
         `last` is true for the last row, which enters even a full queue.
@@ -67,11 +69,11 @@ class Receivers:
             self._alarms.put("alarm", alarm._asdict())
 
     def lost(self) -> Mapping[str, int]:
-        """Return the number of rows that the sink has missed so far, as a column of a step's row.
+        """Return the number of rows that the sinks have missed so far, as a column of a step's row.
 
         The recorder adds it to each such row. It is empty without a sink.
         """
-        return {} if self._sink is None else {"sink_lost": self._sink.lost}
+        return {"sink_lost": sum(sink.lost for sink in self._sinks)} if self._sinks else {}
 
     def warnings(self) -> list[str]:
         """Return the new warnings of all receivers."""
@@ -92,10 +94,10 @@ class Receivers:
 
 
 class SinkReceiver(Receiver):
-    """The user's own sink."""
+    """A sink of the user."""
 
     def __init__(self, path: str, make: Callable[[], Sink]) -> None:
-        """Prepare the sink that `observe.sink` names as `path`.
+        """Prepare the sink that `track.to` names as `path`.
 
         `make` makes it. It runs in the feed's thread, since a sink may have to connect to a server first.
         """
@@ -116,7 +118,7 @@ class SinkReceiver(Receiver):
 
 
 def make_sink(path: str, config: Config, resume_at: int | None) -> Sink:
-    """Call the function that `observe.sink` names as `path`, and return the sink that it makes.
+    """Call the function that `track.to` names as `path`, and return the sink that it makes.
 
     The function gets the configuration as tables of settings, and `resume_at`: the version that a resumed run
     continues from; None for a new run.

@@ -247,7 +247,7 @@ def model(config: Config | None) -> Finding:
 
 def trackers(config: Config | None) -> Finding:
     """Check that the packages of the trackers in track.to are installed."""
-    names = config.track.to if config is not None else []
+    names = config.track.trackers if config is not None else []
     if not names:
         return not_needed("track.to names none")
     faults = [fault for name in names if (fault := not_installed(name)) is not None]

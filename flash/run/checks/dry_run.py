@@ -77,8 +77,7 @@ def dry_run(config: Config) -> list[str]:
     stand_in = "the prompt's last token in place of a model's answer"
     lines.append(f"environment: {_short(turn.action)} ({stand_in}) gets reward {turn.reward:g}")
     lines += own
-    if config.observe.sink is not None:
-        lines.append(f"sink: {config.observe.sink} takes what it will be called with")
+    lines += [f"sink: {path} takes what it will be called with" for path in config.track.sinks]
     if config.engine.vllm:
         lines.append(f"engine: {try_arguments(config)}")
     return lines

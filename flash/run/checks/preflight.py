@@ -106,7 +106,7 @@ def _unimportable(config: Config) -> Iterator[ConfigProblem]:
     values = {
         "env.path": config.env.path,
         "env.options": config.env.options,
-        "observe.sink": config.observe.sink,
+        "track.to": config.track.to,
         "algorithm.objective": config.algorithm.objective,
     }
     for key, value in values.items():
@@ -124,7 +124,7 @@ def _unimportable(config: Config) -> Iterator[ConfigProblem]:
 def _trackers(config: Config) -> Iterator[ConfigProblem]:
     """Yield problems of trackers whose packages are not installed. Only the first node needs them."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
-        for fault in filter(None, map(not_installed, config.track.to)):
+        for fault in filter(None, map(not_installed, config.track.trackers)):
             yield ConfigProblem("track.to", fault)
 
 
