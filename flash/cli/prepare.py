@@ -330,7 +330,7 @@ def _trainer(config: Config, memory: RankMemory) -> str:
     rows = [
         ("weights", memory.weights, f"{kept}, its part"),
         ("gradients", memory.gradients, ""),
-        ("moments", memory.moments, f"{config.train.optimizer}, {config.train.moments}"),
+        ("moments", memory.moments, config.train.optimizer),
         ("others", memory.others, "critics, reference, average of the weights"),
         ("at work", memory.at_work, f"gathered layers, activations and logits of {tokens:,} tokens"),
         ("to begin", memory.loading if config.lora is not None else 0, "no step yet: the base in float32 beside"),
@@ -394,9 +394,6 @@ def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
             before = [change for change in changes if not change.startswith("train.offload")]
             changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
             yield changes, effect
-    if train.moments == "float32" and not {"moments", "weights"} & {*offload} and train.optimizer == "adamw":
-        changes = [*changes, 'train.moments="bfloat16"']
-        yield changes, "each moment takes 2 bytes per weight, not 4; the values are rounded at random"
     trainer_nodes = cluster.trainer_nodes
     while (trainer_nodes := 2 * trainer_nodes) * cluster.trainer_ranks <= MOST_RANKS:
         nodes = cluster.nodes + trainer_nodes - cluster.trainer_nodes

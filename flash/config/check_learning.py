@@ -127,19 +127,12 @@ def _profile(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _offload(config: Config) -> Iterator[ConfigProblem]:
-    """Check that moments in bfloat16 or alone on the host belong to AdamW, and that offloaded activations are
-    checkpointed."""
+    """Check that moments alone on the host belong to AdamW, and that offloaded activations are checkpointed."""
     train, key = config.train, "train.offload"
-    if train.optimizer == "muon":
-        message = (
-            "moments in bfloat16, or on the host without the weights, need AdamW; "
-            'expected train.optimizer = "adamw", got "muon"'
-        )
-        # With offloaded weights the moments are on the host anyway, with any optimizer.
-        moments_alone = "moments" in train.offload and "weights" not in train.offload
-        for faulty_key, is_set in (("train.moments", train.moments != "float32"), (key, moments_alone)):
-            if is_set:
-                yield ConfigProblem(faulty_key, message)
+    # With offloaded weights the moments are on the host anyway, with any optimizer.
+    if train.optimizer == "muon" and "moments" in train.offload and "weights" not in train.offload:
+        message = 'moments on the host without the weights need train.optimizer = "adamw", got "muon"'
+        yield ConfigProblem(key, message)
     if "activations" in train.offload and not train.activation_checkpointing:
         message = (
             "`activations` offloads the inputs of layers that are computed again: set "

@@ -67,8 +67,6 @@ class TrainConfig(Section, frozen=True):
     same."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: a step takes about a third longer and needs far less memory."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Precision of AdamW's moments. `bfloat16` needs less memory and is rounded at random."""
     offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
     """Training state that is kept in host memory instead of GPU memory. With `weights`, the weights, gradients and
     moments of all models stay on the host and are updated there, and each pass copies the weights to the GPU."""

@@ -124,6 +124,9 @@ REMOVED: dict[str, RemovedKey] = {
         for name, value in RHYTHM.items()
     },
     "train.eps": RemovedKey(1e-8, "AdamW's ε is 1e-08"),
+    "train.moments": RemovedKey(
+        "float32", 'Moments are in float32; train.offload = ["moments"] keeps them on the host'
+    ),
     "algorithm.rhythm.signs": RemovedKey("both", "Advantages of both signs are multiplied"),
     "algorithm.rhythm.heads": RemovedKey("batch", "Heads are classified in each batch"),
     "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),

@@ -51,11 +51,8 @@ over some ten steps: it follows slow changes, and is less noisy than one step.""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names that torch's AdamW gives the two moments of a parameter."""
 AT_ONCE = 2**24
-"""Largest number of elements of a parameter that `LeanAdamW` updates at a time. This bounds the memory of an update, in
-which five float32 tensors of this size exist."""
-SEEDS_APART = 1_000_003
-"""Distance between the random seeds of two updates in `LeanAdamW`. A model has fewer parameter tensors than this, so no
-seed is used twice."""
+"""Largest number of elements of a parameter that `OffloadedAdamW` updates at a time. This bounds the memory of an
+update, in which five float32 tensors of this size exist."""
 
 MOMENTUM = 0.95
 """μ of Muon, with the value of its authors (Jordan et al. 2024), as the two constants below."""
@@ -315,8 +312,8 @@ class LagLimiter:
 def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> torch.optim.AdamW:
     """Return the configured optimizer of the trainable parameters.
 
-    The optimizer is `LeanAdamW` if moments are kept in bfloat16 or apart from the weights; else the one that
-    `train.optimizer` names: torch's AdamW or `Muon`, which is for language models only.
+    The optimizer is `OffloadedAdamW` if moments are kept apart from the weights; else the one that `train.optimizer`
+    names: torch's AdamW or `Muon`, which is for language models only.
 
     Args:
         model: the sharded model.
@@ -326,10 +323,8 @@ def make_optimizer(model: nn.Module, train: TrainConfig, host: str = "cpu") -> t
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "weight_decay": train.weight_decay}
-    apart = "moments" in train.offload and "weights" not in train.offload
-    if train.moments != "float32" or apart:
-        device = host if apart else None
-        return LeanAdamW(parameters, options, getattr(torch, train.moments), device)
+    if "moments" in train.offload and "weights" not in train.offload:
+        return OffloadedAdamW(parameters, options, host)
     # The fused kernel reads and writes memory once, where torch's default does so about ten times.
     options["fused"] = parameters[0].device.type in ("cpu", "cuda")
     if train.optimizer == "adamw":
@@ -407,21 +402,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (estimate.T if tall else estimate).to(matrix.dtype)
 
 
-class LeanAdamW(torch.optim.AdamW):
-    """AdamW with moments in bfloat16, or on another device than the weights. All arithmetic is in float32.
-
-    Moments are rounded to bfloat16 up or down at random, so that they are right on average. With rounding to the
-    nearest number, a relative change below 1/256, the last digit of bfloat16, would never have an effect. The random
-    numbers depend only on the number of the update and the parameter. So ranks that hold the same weights keep the same
-    moments, and a resumed run draws the same numbers as a run without interruption. Checkpoints have AdamW's format.
-    """
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW with moments on another device than the weights. Checkpoints have AdamW's format."""
 
     def __init__(
         self,
         parameters: list[nn.Parameter],
         options: dict[str, Any],
-        dtype: torch.dtype,
-        device: str | None,
+        device: str,
         at_once: int = AT_ONCE,
     ) -> None:
         """Optimize `parameters` as one group. The moments are made at the first update of each parameter.
@@ -429,30 +417,25 @@ class LeanAdamW(torch.optim.AdamW):
         Args:
             parameters: the parameters to train.
             options: options of torch's AdamW.
-            dtype: dtype of the moments.
-            device: device of the moments; None keeps each moment on the device of its parameter.
+            device: device of the moments.
             at_once: largest number of elements that are updated at a time.
         """
         super().__init__(parameters, **options)
-        self._dtype, self._device, self._at_once = dtype, device, at_once
+        self._device, self._at_once = device, at_once
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all parameters that have a gradient. Each rank updates its own shards, without a collective."""
         for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
+            for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, index)
+                    self._update(parameter, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter with the arithmetic of AdamW, in parts of `at_once` elements.
 
-        Moments on another device are copied to the parameter's device for the update, and back.
-
-        Args:
-            parameter: the parameter; its moments are made here before its first update.
-            group: the options of its group.
-            index: its place in the group. It makes the seed of the random rounding, so there must be one group only.
+        The moments are copied to the parameter's device for the update, and back. They are made here before the first
+        update. `group` has the options.
         """
         state = self.state[parameter]
         if not state:
@@ -463,36 +446,32 @@ class LeanAdamW(torch.optim.AdamW):
         # knows the value of a small new tensor, which `int` below needs, but not the value after an update in place.
         state["step"] = state["step"] + 1
         steps, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
-        generator = None
-        if self._dtype != torch.float32:
-            generator = torch.Generator(parameter.device).manual_seed(steps * SEEDS_APART + index)
         tensors: list[Any] = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
         locals_N = [(one.to_local() if isinstance(one, DTensor) else one).view(-1) for one in tensors]
         for weight_N, grad_N, *moments_N in zip(*(one.split(self._at_once) for one in locals_N), strict=True):
-            # `to` copies the moments, unless they are already in float32 on the device of the weights.
-            first_N, second_N = (one.to(weight_N.device, torch.float32, non_blocking=True) for one in moments_N)
+            first_N, second_N = (one.to(weight_N.device, non_blocking=True) for one in moments_N)
             first_N.lerp_(grad_N, 1 - beta1)
             second_N.mul_(beta2).addcmul_(grad_N, grad_N, value=1 - beta2)
             weight_N.mul_(1 - rate * group["weight_decay"])
             scale_N = (second_N.sqrt() / math.sqrt(1 - beta2**steps)).add_(group["eps"])
             weight_N.addcdiv_(first_N, scale_N, value=-rate / (1 - beta1**steps))
-            for kept_N, wide_N in zip(moments_N, (first_N, second_N), strict=True):
-                kept_N.copy_(wide_N if generator is None else round_at_random(wide_N, generator))
+            for kept_N, updated_N in zip(moments_N, (first_N, second_N), strict=True):
+                kept_N.copy_(updated_N)
 
     def _empty(self, parameter: Tensor) -> Tensor:
-        """Return a moment of zeros for a parameter, with the dtype and on the device of this optimizer's moments.
+        """Return a moment of zeros for a parameter, on the device of this optimizer's moments.
 
         If a GPU reads the moment from the host, the memory is pinned, which makes the copies several times faster.
         """
         pinned = self._device == "cpu" and parameter.device.type == "cuda" and torch.cuda.is_available()
-        return torch.zeros_like(parameter, dtype=self._dtype, device=self._device, pin_memory=pinned)
+        return torch.zeros_like(parameter, device=self._device, pin_memory=pinned)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load the options of the groups, and take over the moments as they are in `state_dict`, without a copy.
 
-        torch's method would cast each moment to the dtype of its parameter and move it to the parameter's device. Here
-        the moments have the right dtype and device already: a checkpoint is read into tensors that this optimizer has
-        made (`flash.trainer.checkpoint`). A parameter without an entry was never updated, and gets no moments.
+        torch's method would move each moment to the device of its parameter. Here the moments are on the right device
+        already: a checkpoint is read into tensors that this optimizer has made (`flash.trainer.checkpoint`). A
+        parameter without an entry was never updated, and gets no moments.
         """
         # torch's method loads the options alone if there is no state.
         super().load_state_dict({**state_dict, "state": {}})
@@ -501,13 +480,3 @@ class LeanAdamW(torch.optim.AdamW):
         for name, parameter in zip(names, parameters, strict=True):
             if name in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][name])
-
-
-def round_at_random(wide_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Round finite float32 numbers to bfloat16, up or down at random, so that their expected value is kept.
-
-    bfloat16 is the upper half of float32's bits. A random number added to the lower half either carries over into the
-    upper half or is cut off.
-    """
-    noise_N = torch.randint(2**16, wide_N.shape, dtype=torch.int32, device=wide_N.device, generator=generator)
-    return ((wide_N.view(torch.int32) + noise_N) & -(2**16)).view(torch.float32).bfloat16()

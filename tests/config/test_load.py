@@ -463,12 +463,12 @@ def test_a_file_that_is_not_text_is_refused(project):
         (["eval.samples=4"], "`eval.samples` (setting): 4 greedy answers are all the same"),
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (setting): expected at most cluster.nodes = 1, got 2"),
         (
-            ["train.optimizer=muon", "train.moments=bfloat16"],
-            "`train.moments` (setting): moments in bfloat16, or on the host without the weights, need AdamW",
+            ["train.moments=bfloat16"],
+            "`train.moments` (setting): this key was removed. Moments are in float32; train.offload",
         ),
         (
             ["cluster.gpus_per_node=8", "train.optimizer=muon", "train.offload=['moments']"],
-            "`train.offload` (setting): moments in bfloat16, or on the host without the weights, need AdamW",
+            "`train.offload` (setting): moments on the host without the weights need train.optimizer",
         ),
         (
             ["cluster.gpus_per_node=8", "train.offload=['activations']"],

@@ -333,7 +333,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"algorithm": {"kl": {"coefficient": 0.1}, "objective": "decoupled_ppo", "options": {"proximal": "ewma"}}},
     ),
     "a critic": (3, {"algorithm": {"objective": "ppo"}, "critic": {"learning_rate": 1e-3}}),
-    "moments rounded at random": (3, {"train": {"moments": "bfloat16"}}),
 }
 
 

@@ -63,9 +63,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "aside, beside others": rank_memory(
             configured(folder, train={"offload": ["weights"]}, algorithm=critics, critic={"count": 2}), 1, few=1
         ),
-        "half moments, kept sets": rank_memory(
-            configured(folder, train={"moments": "bfloat16"}, rollout={"top_k": 20}), 1, few=1
-        ),
+        "kept sets": rank_memory(configured(folder, rollout={"top_k": 20}), 1, few=1),
         "adapters": rank_memory(configured(folder, lora={"rank": 4}), 1, few=1),
         "muon": rank_memory(configured(folder, train={"optimizer": "muon"}), 1, few=1),
         "experts, recomputed": rank_memory(configured(folder / "experts", train=recomputed), 32),
@@ -140,9 +138,9 @@ def test_of_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[s
     assert 1 <= plans["aside, beside others"].host / kept < 2
 
 
-def test_moments_in_bfloat16_take_half_and_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:
-    alone, found = plans["alone"], plans["half moments, kept sets"]
-    assert (found.moments, found.host) == (alone.moments / 2, 0)
+def test_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:
+    alone, found = plans["alone"], plans["kept sets"]
+    assert (found.moments, found.host) == (alone.moments, 0)
     # Each token has the ids, biases and penalties of twenty tokens, in eight bytes each.
     assert found.at_work - alone.at_work > 126 * 20 * 3 * 8
 

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters in bfloat16": {
         "lora": {"rank": 4}, "model": {"dtype": "bfloat16"}, "algorithm": {"kl": {"coefficient": 0.3}},
     },
-    "moments in bfloat16": {"model": {"dtype": "bfloat16"}, "train": {"moments": "bfloat16"}},
+    "the model in bfloat16": {"model": {"dtype": "bfloat16"}},
     "muon": {"train": {"optimizer": "muon"}},
 }  # fmt: skip
 
