@@ -764,9 +764,12 @@ def test_a_recorded_configuration_with_another_value_of_a_removed_key_is_read_wi
     config = resolve()
     older = tomllib.loads(dump(config))
     older["alarms"] |= {"ess": 0.3, "age": 2.0}
+    older["observe"] = {"sink": "my_module:make_sink"}
     (project / "config.toml").write_text(tomli_w.dumps(older))
     assert load("config.toml") == load("config.toml") == config
     assert capsys.readouterr().err == (
+        "flash: warning: `observe` was removed, so a table in config.toml has no effect. track.to takes the import "
+        "path of your own tracker, beside the names of others\n"
         "flash: warning: `alarms.age` was removed, so 2.0 in config.toml has no effect. The age of trained tokens "
         "raises no alarm; train.max_token_age limits it, and metrics.jsonl has it\n"
         "flash: warning: `alarms.ess` was removed, so 0.3 in config.toml has no effect. The limit of this alarm is "

@@ -66,6 +66,12 @@ def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_
     )
 
 
+def test_a_removed_table_that_the_run_was_recorded_with_is_told_once_unless_it_was_empty() -> None:
+    (problem,) = partial_effects({"observe": {"sink": "my_module:make_sink"}}, {})
+    assert (problem.key, "track.to takes" in problem.message) == ("observe", True)
+    assert not partial_effects({"observe": {}}, {})
+
+
 def test_a_key_or_table_that_no_version_has_is_told_once_with_its_name() -> None:
     had = {"train": {"bogus": 1, "batch_size": 8}, "bogus": {"a": 1, "b": 2}, "rollout": {"selection_floor": 0.1}}
     known = {"train": {"batch_size": 8}, "rollout": {"selection_floor": 0.1}}
