@@ -23,6 +23,7 @@ Shape legend: H = heads, B = rows of a block, C = its columns, R = tokens of a r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -44,6 +45,8 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 SLACK = 1e-9
 """Number that is subtracted before q · n is rounded up, because the float may be slightly more than a whole q · n."""
 
+LAYERS = 5
+"""Number of layers whose attention is used. This is the paper's value."""
 LOCAL_HEADS = 0.3
 """Share of heads that are local: the heads with the shortest span. This is the paper's value."""
 GLOBAL_HEADS = 0.3
@@ -70,8 +73,6 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """g: the multiplier."""
     top: Share = 0.4
     """q: share of a response's tokens that are chosen as plans, and as anchors."""
-    layers: Count | list[Annotated[int, Meta(ge=0)]] = 5
-    """Number of layers, spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or a list of layers, counted from 0."""
     nearest: Count = 10
     """Smallest distance in FAI, in tokens."""
     farthest: Count = 100
@@ -80,25 +81,18 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if self.nearest > self.farthest:
             raise ValueError(f"expected nearest ≤ farthest = {self.farthest}, got {self.nearest}")
-        if isinstance(self.layers, list) and (not self.layers or len(set(self.layers)) < len(self.layers)):
-            raise ValueError(f"expected layers to name each layer once, and at least one, got {self.layers}")
 
 
-def chosen_layers(layers: int | list[int], count: int) -> list[int]:
+def chosen_layers(attention: Sequence[int], count: int) -> list[int]:
     """Return the indices of the layers whose attention is used, ascending, in a model with `count` layers.
 
-    If `layers` is a number, so many layers are spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L = `count`; if there are fewer
-    layers in this range, all of them are used.
-
-    Raises:
-        ValueError: a listed layer does not exist in the model.
+    `LAYERS` places are spread evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L = `count`; if there are fewer layers in this range, all
+    of them are places. At each place the nearest layer that is attention is used. `attention`: indices of these layers;
+    there must be at least one.
     """
-    if isinstance(layers, list):
-        if max(layers) >= count:
-            raise ValueError(f"expected layers from 0 to {count - 1}, got {max(layers)}")
-        return sorted(layers)
     first, last = count // 3, 2 * count // 3
-    return sorted({round(place) for place in np.linspace(first, last, min(layers, last - first + 1))})
+    places = np.linspace(first, last, min(LAYERS, last - first + 1))
+    return sorted({min(attention, key=lambda layer: (abs(layer - round(place)), layer)) for place in places})
 
 
 def head_kinds(

@@ -129,6 +129,7 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "algorithm.rhythm.signs": RemovedKey("both", "Advantages of both signs are multiplied"),
     "algorithm.rhythm.heads": RemovedKey("batch", "Heads are classified in each batch"),
+    "algorithm.rhythm.layers": RemovedKey(5, "The attention of 5 layers from the middle third is used"),
     "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),
     **{
         f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')

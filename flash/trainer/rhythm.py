@@ -234,34 +234,26 @@ class RhythmPass:
         FSDP keeps the gathered weights of the pass; the caller frees them with `reshard`.
 
         Raises:
-            ConfigError: the model lacks a chosen layer, a chosen layer is not attention, the attention does not know
-                the number of its layer, or the chosen layers have fewer than two heads.
+            ConfigError: no layer is attention, the attention does not know the number of its layer, or the chosen
+                layers have fewer than two heads.
         """
-        try:
-            self._layers = chosen_layers(options.layers, layer_count(model))
-        except ValueError as error:
-            raise ConfigError(f"algorithm.rhythm.layers: {class_name(model)}: {error}") from error
         self._options = options
-        watch = RhythmWatch(DUMMY, self._layers, options)
+        watch = RhythmWatch(DUMMY, (), options)
         watch_attention(model, DUMMY, watch)
         if watch.unnumbered:
             raise ConfigError(
                 f"algorithm.rhythm: the attention of {class_name(model)}, {watch.unnumbered}, does not report the "
                 "number of its layer; choose another model"
             )
-        without = [layer for layer in self._layers if layer not in watch.heads]
-        if without:
-            others = ", ".join(map(str, sorted(watch.heads))) or "none"
-            raise ConfigError(
-                f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so it "
-                f"has no attention weights; choose among the layers that are attention: {others}"
-            )
+        if not watch.heads:
+            raise ConfigError(f"algorithm.rhythm: no layer of {class_name(model)} is attention; choose another model")
+        self._layers = chosen_layers(list(watch.heads), layer_count(model))
         self._heads_of_layer = {layer: watch.heads[layer] for layer in self._layers}
         count = sum(self._heads_of_layer.values())
         if count < 2:
             raise ConfigError(
                 f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
-                "global at once; choose more layers"
+                "global at once; choose another model"
             )
         self._kinds: HeadKinds | None = None
         """Heads chosen in this step; None before the first choice."""

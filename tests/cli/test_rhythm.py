@@ -181,7 +181,7 @@ def test_each_trained_branch_of_an_episode_is_a_response(
         ("{model} --text {text} nearst=3", "`algorithm.rhythm.nearst`: this table has no such option; did you mean"),
         ("{model} --text {text} nearest=0", "`algorithm.rhythm.nearest`: expected an integer from 1"),
         ("{model} --text {text} nearest", "'nearest': expected KEY=VALUE"),
-        ("{model} --text {text} layers=[7]", "expected layers from 0 to 1, got 7"),
+        ("{model} --text {text} layers=[7]", "this table has no such option"),
         ("{model} --text {text} --plot {empty}", "cannot write {empty}: it is a folder"),
         ("{model} --text {blank}", "{blank} is empty: expected a text of several tokens"),
         ("{run} --prompt {text}", "--prompt: expected --text beside it"),

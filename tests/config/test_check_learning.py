@@ -195,14 +195,17 @@ def resolve(*overrides: str) -> Config:
                 ("coupled", "gain", 1, "expected a number above 1"),
                 ("coupled", "top", 0, "expected a number above 0"),
                 ("coupled", "signs", "'positive'", "this key was removed. Advantages of both signs are multiplied"),
-                ("coupled", "layers", 0, "expected"),
-                ("coupled", "layers", "[-1]", "expected"),
+                (
+                    "coupled",
+                    "layers",
+                    "[0, 3]",
+                    "this key was removed. The attention of 5 layers from",
+                ),
                 ("coupled", "heads", "'first'", "this key was removed. Heads are classified in each batch"),
                 ("coupled", "depth", 1, "this table has no such option"),
             )
         ),
         (["algorithm.rhythm={nearest=101}"], "`algorithm.rhythm` (setting): expected nearest ≤ farthest = 100"),
-        (["algorithm.rhythm={layers=[]}"], "`algorithm.rhythm` (setting): expected layers to name each layer once"),
         (
             ["algorithm.rhythm={}", "rollout.max_new_tokens=10", "rollout.max_turns=1"],
             "`algorithm.rhythm.nearest`: expected fewer than 10, the longest that responses get",
@@ -334,7 +337,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
         ["algorithm.rhythm={}"],
-        ["algorithm.rhythm={credit='local', layers=[0, 3]}", "rollout.max_new_tokens=5"],
+        ["algorithm.rhythm={credit='local'}", "rollout.max_new_tokens=5"],
         ["algorithm.rhythm={credit='global', nearest=2}", "algorithm.objective=reinforce_pp"],
     ],
 )

@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}),
     "deepseek, unlike widths": ("deepseek_v3", {"first_k_dense_replace": 2}),
 }
-OPTIONS = Rhythm(layers=[0, 1], nearest=2, farthest=12)
+OPTIONS = Rhythm(nearest=2, farthest=12)
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 TABLE = {"nearest": 2, "farthest": 12}
 
@@ -314,24 +314,22 @@ def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
     )
 
 
-def test_a_layer_that_is_not_attention_is_refused_with_its_reason() -> None:
-    model = prepared(tiny("lfm2_moe", layer_types=["full_attention", "conv"]))
-    with pytest.raises(ConfigError, match=r"rhythm\.layers: layer 1 of Lfm2\w+ is not attention.*attention: 0$"):
-        seen(model, micro_batch(aged_shard()))
-    seen(model, micro_batch(aged_shard()), replace(OPTIONS, layers=[0]))
+def test_layers_that_are_not_attention_are_passed_over() -> None:
+    rhythm, _ = seen(prepared(tiny("lfm2_moe", layer_types=["full_attention", "conv"])), micro_batch(aged_shard()))
+    rhythm.choose_heads(trainer_mesh("cpu"))
+    assert {one.layer for one in rhythm.heads()} == {0}
 
 
-def test_a_layer_that_the_model_does_not_have_is_refused(untied_model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.rhythm\.layers: Qwen3\w+: expected layers from 0 to 1, got 2"):
-        trainer_with(untied_model, {"layers": [0, 2]})
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.rhythm: no layer of Lfm2\w+ is attention"):
+        seen(prepared(tiny("lfm2_moe", layer_types=["conv", "conv"])), micro_batch(aged_shard()))
 
 
 def test_one_head_cannot_be_of_both_kinds() -> None:
     with pytest.raises(ConfigError, match="have one head"):
         seen(
-            prepared(tiny("llama", num_attention_heads=1, num_key_value_heads=1)),
+            prepared(tiny("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)),
             micro_batch(aged_shard()),
-            replace(OPTIONS, layers=[0]),
         )
 
 
