@@ -17,7 +17,7 @@ from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.environment.results import check_reset_result, check_step_result
 from flash.samples.tasks import TaskSource, held_out_tasks
-from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun, append_versions
 
 GROUP_SIZE = 8
 """Samples of a group of `random_shard`."""
@@ -74,15 +74,17 @@ def make_trajectory(
     logp: Sequence[float],
     *,
     reward: float,
-    version: int,
+    versions: Sequence[int],
     outcome: Outcome = Outcome.OK,
     text: str = "",
 ) -> Trajectory:
-    """Make the result of an episode of one turn, all of whose tokens a version sampled.
+    """Make the result of an episode of one turn.
 
-    `prompt` and `answer` are token ids. `logp` are the log-probs of the answer's tokens, and `text` is its text.
+    `prompt` and `answer` are token ids. `logp` and `versions` are the log-probs of the answer's tokens and the versions
+    that sampled them, and `text` is its text.
     """
-    tokens = [*prompt, *answer]
+    tokens, runs = [*prompt, *answer], list[VersionRun]()
+    append_versions(runs, (VersionRun(version, 1) for version in versions))
     return Trajectory(
         task=task,
         outcome=outcome,
@@ -90,7 +92,7 @@ def make_trajectory(
         token_ids=np.array(tokens, dtype="<i4").tobytes(),
         action_spans=[Span(len(prompt), len(tokens))],
         logprobs=np.array(logp, dtype="<f4").tobytes(),
-        versions=[VersionRun(version, len(answer))],
+        versions=runs,
         turns=[Turn("", text, reward, 0.0, 0.0, 0.0)],
     )
 
@@ -124,5 +126,6 @@ def random_shard(step: int, groups: int, answers: tuple[int, int], vocabulary: i
             logp = rng.normal(-math.log(vocabulary), 0.2, length).tolist()
             answer = rng.integers(0, vocabulary, length).tolist()
             task = Task(group * GROUP_SIZE + member, group, member, seed=group)
-            trajectories.append(make_trajectory(task, prompt, answer, logp, reward=reward, version=max(step - 1, 0)))
+            versions = [max(step - 1, 0)] * length
+            trajectories.append(make_trajectory(task, prompt, answer, logp, reward=reward, versions=versions))
     return make_shard(trajectories, step, oldest=1)

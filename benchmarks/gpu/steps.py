@@ -97,15 +97,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Sizes(
-    gpu=True,
-    swaps=20,
-    shape=SMALL,
-    sequences=64,
-    length=(256, 1792),
-    steps=4,
-    requests=256,
-    tokens=256,
-    rounds=3,
+    gpu=True, swaps=20, shape=SMALL, sequences=64, length=(256, 1792), steps=4, requests=256, tokens=256, rounds=3
 )
 """Sizes for a card."""
 

@@ -2,8 +2,8 @@
 
 A *cell* is one training run: a method, an age of its data, a seed, and the setting that all cells share. The results of
 cells are the lines of a file. The trainer is Flash's own (`flash.trainer.step.Trainer`, one rank). There are no engines
-and no hub: a sampler in this process samples with each version as soon as it is made, and the batches, or the parts of
-mixed batches, wait in a queue until they have the age of the cell.
+and no hub: a sampler in this process keeps the weights of the last versions, and samples each token of a batch with the
+version that has the age of the cell.
 
 `benchmarks.offpolicy.run` calls `train_cell` in a process for each cell.
 
@@ -14,15 +14,17 @@ Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = v
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
 import transformers
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 
 from benchmarks.episodes import held_out_seeds, make_shard, make_trajectory, prompts, rewards
@@ -50,6 +52,8 @@ MODEL_PATH = f"outputs/models/offpolicy-{LAYERS}x{WIDTH}-{DIGITS}{OPERATORS}-{MO
 """Folder of that model, which is the same for all cells."""
 MAX_NEW_TOKENS = 6
 """Most tokens of an answer."""
+USUAL_TOKENS = 4
+"""Tokens of most answers: three digits and the end of the text."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,12 +86,15 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the critic; None for a method without one."""
     budget: float | None = None
     """Budget of `algorithm.lag`; None: off."""
+    max_token_age: int | None = None
+    """`train.max_token_age`; None: the default."""
     note: str = ""
     """Difference from the published method."""
 
-    def within(self, budget: float) -> Method:
-        """Return this method with the lag budget `budget`, which slows down training on tokens of old versions."""
-        return msgspec.structs.replace(self, key=f"{self.key}_lag_{budget:g}", budget=budget)
+    def within(self, budget: float, age: int) -> Method:
+        """Return this method with a lag budget, and with training on tokens of up to `age` versions. 0: neither."""
+        key = self.key + (f"_lag_{budget:g}" if budget else "") + (f"_age_{age}" if age else "")
+        return msgspec.structs.replace(self, key=key, budget=budget or None, max_token_age=age or None)
 
     @property
     def title(self) -> str:
@@ -103,15 +110,25 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the data in versions: step n trains tokens of version max(0, n − alpha)."""
     mixed: bool = False
     """True if every batch has groups of all ages from 0 to alpha, equally many of each."""
+    span: int = 0
+    """Versions during which a long answer is sampled; then a third of every batch are long answers, and `mixed` is true
+    of the rest. 0: no answer is long."""
     seed: int
     """Seed of the problems and of the sampling."""
     setting: Setting = Setting()
 
+    @property
+    def ages(self) -> list[tuple[int, ...]]:
+        """Ages of the tokens of an answer, for the first groups of a batch. Later groups have them again, in turn."""
+        short = [(age,) * MAX_NEW_TOKENS for age in (range(self.alpha + 1) if self.mixed else [self.alpha])]
+        long = tuple(max(0, self.span - self.span * place // USUAL_TOKENS) for place in range(MAX_NEW_TOKENS))
+        return [*short, *short, *[long] * len(short)] if self.span else short
+
     def config(self) -> Config:
         """Return the configuration of the trainer in the cell's process, on the CPU and without a hub.
 
-        The model is made from it, too. `Setting.eval_every` and `mixed` set no key, because `run` evaluates and chooses
-        the ages of a batch itself.
+        The model is made from it, too. `Setting.eval_every`, `mixed` and `span` set no key, because `run` evaluates and
+        chooses the ages of a batch itself.
         """
         setting, method = self.setting, self.method
         lag = None if method.budget is None else {"budget": method.budget}
@@ -119,18 +136,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         tables |= {
             "run": {"name": "offpolicy", "steps": setting.steps, "seed": self.seed},
             "model": {"path": MODEL_PATH, "dtype": "float32", "max_length": 64},
-            "tiny_model": {
-                "layers": LAYERS,
-                "width": WIDTH,
-                "seed": MODEL_SEED,
-                "warm_start_steps": WARM_START_STEPS,
-            },
+            "tiny_model": {"layers": LAYERS, "width": WIDTH, "seed": MODEL_SEED, "warm_start_steps": WARM_START_STEPS},
             "env": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": DIGITS, "operators": OPERATORS}},
             "rollout": {"group_size": setting.group_size, "max_new_tokens": MAX_NEW_TOKENS},
             "train": {
                 "batch_size": setting.batch_size,
                 "minibatches": 2,
                 "async_ratio": float(self.alpha),
+                "max_token_age": method.max_token_age,
                 "learning_rate": setting.learning_rate,
                 "warmup_steps": 5,
                 "on_nonfinite": "skip",
@@ -160,6 +173,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cell: Cell
     curve: list[Point]
     """Evaluations from step 0, before any training, to the last step."""
+    masked: float = 0.0
+    """Share of the sampled tokens that were too old to be trained."""
 
     @property
     def start(self) -> float:
@@ -197,22 +212,6 @@ SEED_STRIDE = 1 << 20
 """Number of problems that one seed may use; the problems of the next seed begin after them."""
 PARITY = 1e-4
 """Largest difference of log-probs between the sampler and the trainer at equal weights."""
-Batch = TypeVar("Batch")
-
-
-def aged(ages: Sequence[int], steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
-    """Yield the batch of each step, of one part for each of `ages`, in versions. The part was sampled so long before.
-
-    `sample(step, part)` makes a part, with the weights at the moment of the call. Between two batches the caller makes
-    the next version, so that version v samples for step v + age. Version 0 also samples the parts of earlier versions,
-    which do not exist: step n trains on version max(0, n − age). Exactly `steps` batches are sampled.
-    """
-    waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}  # finished parts of each step
-    for version in range(steps):
-        for part, age in enumerate(ages):
-            for step in range(version + age if version else 0, min(version + age + 1, steps)):
-                waiting[step] += sample(step, part)
-        yield waiting.pop(version)
 
 
 class Answer(NamedTuple):
@@ -231,57 +230,61 @@ class Answer(NamedTuple):
 
 
 class Sampler:
-    """A policy that samples many answers at once, and is not trained. It gets the trainer's weights after each step.
+    """Policies that sample many answers at once, and are not trained: copies of the trainer's last versions.
 
-    It holds a second copy of the policy: the trainer's is sharded and runs packed sequences only. Prompts of one call
-    have equal length, so nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
+    The trainer's own policy is sharded and runs packed sequences only. Prompts of one call have equal length, so
+    nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
     """
 
-    def __init__(self, path: str) -> None:
-        """Load the model folder at `path`, in float32."""
+    def __init__(self, path: str, oldest: int = 0) -> None:
+        """Load the model folder at `path` in float32, as version 0. Versions older than `oldest` are forgotten."""
         self.tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path))
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._parameters = dict(self.model.named_parameters())
+        # The last versions, the newest last.
+        self._versions: deque[dict[str, Tensor]] = deque([dict(self.model.named_parameters())], oldest + 1)
         self._end = cast("int", self.tokenizer.eos_token_id)
 
-    @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by the tensors of these names. A missing name is an error of the program."""
-        missing = set(self._parameters)
-        for name, value in tensors:
-            self._parameters[name].copy_(value)
-            missing.discard(name)
+    def add_version(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Add the next version, with all tensors by name. A missing name is an error of the program."""
+        version = {name: tensor.clone() for name, tensor in tensors}
+        missing = self._versions[-1].keys() - version.keys()
         assert not missing, f"no new weights for {sorted(missing)}"
+        self._versions.append(version)
 
     @torch.inference_mode()
-    def sample(self, prompts: list[str], *, copies: int, limit: int, generator: torch.Generator | None) -> list[Answer]:
-        """Sample `copies` answers of at most `limit` tokens to each prompt; the answers to one prompt stand in a row.
+    def sample(
+        self, prompts: list[str], *, copies: int, ages: Sequence[int], generator: torch.Generator | None
+    ) -> list[Answer]:
+        """Sample `copies` answers to each prompt; the answers to one prompt stand in a row.
 
-        The temperature is 1. Without a generator each token is the most likely one.
+        `ages` has the age of the version that samples each token, and so the most tokens of an answer. Version 0 also
+        samples for earlier versions, which do not exist. As in an engine that recomputes its cache, a version that goes
+        on with an answer reads all of it again. The temperature is 1. Without a generator each token is the most likely
+        one.
         """
         prompt_ids: list[list[int]] = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        prompt_NP = torch.tensor(prompt_ids)
-        cache = DynamicCache()
-        logits_NV = self.model(prompt_NP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        cache.batch_repeat_interleave(copies)
-        logits = logits_NV.repeat_interleave(copies, dim=0)
-        # Tokens that were chosen in each turn of the loop, and their log-probs, one for each of the R answers.
-        tokens: list[Tensor] = []
+        ids_RT = torch.tensor(prompt_ids).repeat_interleave(copies, dim=0)  # prompts, and tokens sampled so far
+        cache, reader = DynamicCache(), ages[0]  # `reader` is the age of the version that filled the cache
+        # Log-probs of the tokens that were chosen in each turn of the loop, one for each of the R answers.
         logp: list[Tensor] = []
-        ended = torch.zeros(len(logits), dtype=torch.bool)
-        while True:
-            all_logp = logits.log_softmax(-1)
+        ended = torch.zeros(len(ids_RT), dtype=torch.bool)
+        for age in ages:
+            if age != reader:
+                cache, reader = DynamicCache(), age
+            version = self._versions[max(0, len(self._versions) - 1 - age)]
+            unread = ids_RT[:, cache.get_seq_length() :]
+            options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            all_logp = functional_call(self.model, version, (unread,), options).logits[:, -1].log_softmax(-1)
             if generator is None:
                 chosen = all_logp.argmax(-1, keepdim=True)
             else:
                 chosen = torch.multinomial(all_logp.exp(), 1, generator=generator)
-            tokens.append(chosen[:, 0])
+            ids_RT = torch.cat([ids_RT, chosen], 1)
             logp.append(all_logp.gather(-1, chosen)[:, 0])
             ended |= chosen[:, 0] == self._end
-            if len(tokens) == limit or bool(ended.all()):
+            if bool(ended.all()):
                 break
-            logits = self.model(chosen, past_key_values=cache, use_cache=True).logits[:, -1]
-        columns = torch.stack(tokens, 1).tolist(), torch.stack(logp, 1).tolist()
+        columns = ids_RT[:, len(prompt_ids[0]) :].tolist(), torch.stack(logp, 1).tolist()
         rows = zip(*columns, strict=True)
         return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
 
@@ -294,50 +297,49 @@ class Sampler:
 
 
 class Rollouts:
-    """Samples batches and evaluates, with the weights that the sampler holds."""
+    """Samples batches and evaluates, with the versions that the sampler holds."""
 
     def __init__(self, cell: Cell, sampler: Sampler) -> None:
         self._cell, self._sampler, self._config = cell, sampler, cell.config()
         self._held_out = held_out_seeds(self._config)
 
-    def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
-        """Sample the batch of a step, or the groups number part, part + parts, … of it.
+    def batch(self, step: int) -> list[Trajectory]:
+        """Sample the batch of a step, whose tokens have the ages of the cell. The sampler's newest version is `step`.
 
-        `version` is the version that the sampler holds, with which the tokens are labelled. The problems depend on the
-        seed and the step only, so all methods see the same ones.
+        The problems depend on the seed and the step only, so all methods see the same ones.
         """
-        setting = self._cell.setting
-        groups = setting.batch_size // setting.group_size
+        size, dealt = self._cell.setting.group_size, self._cell.ages
+        groups = self._cell.setting.batch_size // size
         first = self._cell.seed * SEED_STRIDE + step * groups
-        # Seeds of the problems. A problem's seed is also the number of its group.
-        seeds = range(first, first + groups)[part::parts]
-        size = setting.group_size
-        answers = self._sampler.sample(
-            [str(prompt) for prompt in prompts(self._config, seeds)],
-            copies=size,
-            limit=MAX_NEW_TOKENS,
-            generator=torch.Generator().manual_seed(seeds[0]),
-        )
-        tasks = [Task((seed - first) * size + member, seed, member, seed) for seed in seeds for member in range(size)]
-        given = rewards(self._config, [task.seed for task in tasks], [answer.text for answer in answers])
-        return [
-            make_trajectory(
-                task,
-                answer.prompt,
-                answer.tokens,
-                answer.logp,
-                reward=reward,
-                version=version,
-                outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
-                text=answer.text,
-            )
-            for task, answer, reward in zip(tasks, answers, given, strict=True)
-        ]
+        batch: list[Trajectory] = []
+        for ages in dict.fromkeys(dealt):
+            # Seeds of the problems. A problem's seed is also the number of its group.
+            seeds = [first + group for group in range(groups) if dealt[group % len(dealt)] == ages]
+            shown = [str(prompt) for prompt in prompts(self._config, seeds)]
+            generator = torch.Generator().manual_seed(seeds[0])
+            answers = self._sampler.sample(shown, copies=size, ages=ages, generator=generator)
+            tasks = [Task((seed - first) * size + index, seed, index, seed) for seed in seeds for index in range(size)]
+            given = rewards(self._config, [task.seed for task in tasks], [answer.text for answer in answers])
+            batch += [
+                make_trajectory(
+                    task,
+                    answer.prompt,
+                    answer.tokens,
+                    answer.logp,
+                    reward=reward,
+                    versions=[max(0, step - age) for age in ages[: len(answer.tokens)]],
+                    outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
+                    text=answer.text,
+                )
+                for task, answer, reward in zip(tasks, answers, given, strict=True)
+            ]
+        # The trainer expects the samples of a group beside each other.
+        return sorted(batch, key=lambda one: one.task.task_id)
 
     def accuracy(self) -> tuple[float, Answer]:
         """Return the share of held-out problems that are answered correctly, and the first answer."""
         shown = [str(prompt) for prompt in prompts(self._config, self._held_out)]
-        answers = self._sampler.sample(shown, copies=1, limit=MAX_NEW_TOKENS, generator=None)
+        answers = self._sampler.sample(shown, copies=1, ages=[0] * MAX_NEW_TOKENS, generator=None)
         return fmean(rewards(self._config, self._held_out, [answer.text for answer in answers])), answers[0]
 
 
@@ -350,30 +352,20 @@ def run(cell: Cell) -> Result:
     """
     config = cell.config()
     trainer = Trainer(config)
-    sampler = Sampler(MODEL_PATH)
+    sampler = Sampler(MODEL_PATH, max(map(max, cell.ages)))
     rollouts = Rollouts(cell, sampler)
     curve = [evaluate(rollouts, trainer, 0)]
-    tokens = 0  # tokens trained so far
-    # Each turn of this loop makes one version, with which `batches` samples when the loop asks for the next batch.
-    for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
+    tokens = sampled = 0  # tokens trained and sampled so far
+    for step in range(cell.setting.steps):
+        batch = rollouts.batch(step)
         shard = make_shard(batch, step, config.train.max_age)
         trainer.train_step(shard)
         tokens += shard.total_tokens
-        sampler.load(named_full_tensors(trainer.model))
+        sampled += sum(one.trained_tokens(0) for one in batch)
+        sampler.add_version(named_full_tensors(trainer.model))
         if trainer.version == cell.setting.steps or trainer.version % cell.setting.eval_every == 0:
             curve.append(evaluate(rollouts, trainer, tokens))
-    return Result(cell=cell, curve=curve)
-
-
-def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
-    """Yield the batch of each step, which has the age of the cell. `version` returns the version of the sampler.
-
-    `run` trains each batch, and makes a version of the sampler, before it asks for the next one.
-    """
-    ages = range(cell.alpha + 1) if cell.mixed else [cell.alpha]
-    # Parts arrive by age. The trainer expects the samples of a group beside each other.
-    for batch in aged(ages, cell.setting.steps, lambda step, part: rollouts.batch(step, version(), part, len(ages))):
-        yield sorted(batch, key=lambda one: one.task.task_id)
+    return Result(cell=cell, curve=curve, masked=1 - tokens / sampled)
 
 
 def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int) -> Point:

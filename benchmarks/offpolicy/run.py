@@ -158,16 +158,18 @@ def grid(
     budgets: Sequence[float] = (0,),
     *,
     mixed: bool = False,
+    span: int = 0,
+    max_token_ages: Sequence[int] = (0,),
 ) -> list[Cell]:
     """Return all cells. They are ordered by seed, so that the first part of the grid is a whole comparison.
 
-    `methods` are keys of METHODS. `budgets` are lag budgets of each method, where 0 is none. `mixed`: see `Cell.mixed`.
+    `methods` are keys of METHODS. `budgets` are lag budgets of each method, where 0 is none, and `max_token_ages` the
+    values of `train.max_token_age`, where 0 is the default. `mixed` and `span`: see `Cell`.
     """
-    chosen = [
-        method.within(budget) if budget else method for method in METHODS if method.key in methods for budget in budgets
-    ]
+    known = [method for method in METHODS if method.key in methods]
+    chosen = [method.within(budget, age) for method in known for budget in budgets for age in max_token_ages]
     return [
-        Cell(method=method, alpha=alpha, mixed=mixed, seed=seed, setting=setting)
+        Cell(method=method, alpha=alpha, mixed=mixed or span > 0, span=span, seed=seed, setting=setting)
         for seed in range(seeds)
         for alpha in alphas
         for method in chosen
@@ -180,8 +182,9 @@ def measure(args: Args, train_cells: Callable[[list[Cell]], Iterable[CellEnd]] =
     `benchmarks.form.main` calls this. Tests replace `train_cells`.
     """
     options, setting = args.own, QUICK if args.quick else SETTING
-    if options.learning_rate is not None:
-        setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
+    for name in ("learning_rate", "steps"):
+        if (value := getattr(options, name)) is not None:
+            setting = msgspec.structs.replace(setting, **{name: value})
     cells = grid(
         setting,
         options.methods or (QUICK_METHODS if args.quick else [method.key for method in METHODS]),
@@ -189,6 +192,8 @@ def measure(args: Args, train_cells: Callable[[list[Cell]], Iterable[CellEnd]] =
         options.seeds or (1 if args.quick else SEEDS),
         options.budgets,
         mixed=options.mixed,
+        span=options.span,
+        max_token_ages=options.max_token_ages,
     )
     recorded = read_results(options.cells)
     missing = [cell for cell in cells if all(result.cell != cell for result in recorded)]
@@ -216,8 +221,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alphas", nargs="+", type=int, metavar="N", help="ages of the data, in versions")
     parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds")
     parser.add_argument("--learning-rate", type=float, metavar="R", help="learning rate of all cells")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of all cells")
     parser.add_argument("--budgets", nargs="+", type=float, default=(0,), help="budgets of algorithm.lag; 0: none")
     parser.add_argument("--mixed", action="store_true", help="every batch has tokens of all ages up to alpha")
+    long = "beside them, a third of each batch are long answers, sampled during so many versions"
+    parser.add_argument("--span", type=int, default=0, metavar="N", help=long)
+    ages = "values of train.max_token_age; 0: the default"
+    parser.add_argument("--max-token-ages", nargs="+", type=int, default=(0,), metavar="N", help=ages)
 
 
 if __name__ == "__main__":

@@ -433,10 +433,7 @@ FIGURES = {
         lines("Split of 40 GPUs (simulated)", "GPUs that serve engines", "samples/s", "samples_per_s"),
     ),
     "length_bias": (length_bias, None),
-    "prompt_replication": (
-        prompt_replication,
-        bars("Prompt replication (simulated)", "speed-up over one request"),
-    ),
+    "prompt_replication": (prompt_replication, bars("Prompt replication (simulated)", "speed-up over one request")),
     "queue_scheduling": (queue_scheduling, bars("Queue scheduling (simulated)", "speed-up over whole batches")),
     "redundant_envs": (
         redundant_envs,

@@ -69,12 +69,7 @@ MUTATIONS = (
         "math.ceil(k / self.batch_size - 1 - self",
         "math.ceil(k / self.batch_size - 2 - self",
     ),
-    Mutation(
-        "leases of a lost node are not given back",
-        "hub/work.py",
-        "        self._buffer.revoke(training)\n",
-        "",
-    ),
+    Mutation("leases of a lost node are not given back", "hub/work.py", "        self._buffer.revoke(training)\n", ""),
     Mutation(
         "evaluations of a lost node are not given back",
         "hub/work.py",
@@ -144,12 +139,7 @@ MUTATIONS = (
         "        self._leaving.add(node)\n        self.grant_leases()",
         "        self.grant_leases()",
     ),
-    Mutation(
-        "an interrupted streamed step loses its groups",
-        "hub/steps.py",
-        "        self._buffer.put_back()\n",
-        "",
-    ),
+    Mutation("an interrupted streamed step loses its groups", "hub/steps.py", "        self._buffer.put_back()\n", ""),
     Mutation(
         "tokens of late results are not counted",
         "samples/store.py",

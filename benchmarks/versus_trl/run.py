@@ -171,15 +171,8 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     out = OUT / f"trl-{label(case, seed, quick)}"
     shutil.rmtree(out, ignore_errors=True)
     chosen = msgspec.json.encode(choices).decode()
-    command = [
-        make_python(TRL_FOLDER, requirements(), install_torch),
-        "-m",
-        "benchmarks.versus_trl.runner",
-        out,
-        chosen,
-        file,
-        *overrides,
-    ]
+    python = make_python(TRL_FOLDER, requirements(), install_torch)
+    command = [python, "-m", "benchmarks.versus_trl.runner", out, chosen, file, *overrides]
     threads = len(os.sched_getaffinity(0))
     run_command(command, RUN_TIMEOUT_S, variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())

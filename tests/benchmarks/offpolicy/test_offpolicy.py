@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,9 +22,7 @@ from benchmarks.offpolicy.harness import (
     Rollouts,
     Sampler,
     Setting,
-    aged,
     append_result,
-    batches,
     read_results,
 )
 from benchmarks.offpolicy.run import (
@@ -55,41 +54,22 @@ def a_result(*accuracies: float, method: Method = GRPO, alpha: int = 0, seed: in
 # -- the age of the data ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0, 1, 2, 4, 8, 16])
-def test_a_tokens_age_is_exactly_alpha_after_ages_have_risen_from_zero(alpha: int) -> None:
-    made = [0]
-    ages = []
-    for batch in aged([alpha], 40, lambda step, part: [(step, made[-1])]):
-        [(meant_for, sampled_by)] = batch
-        assert meant_for == made[-1]
-        ages.append(made[-1] - sampled_by)
-        made.append(made[-1] + 1)
-    assert ages == [min(step, alpha) for step in range(40)]
-
-
-@pytest.mark.parametrize(("alpha", "steps"), [(0, 7), (3, 7), (16, 7), (2, 1)])
-def test_exactly_as_many_batches_are_sampled_as_are_trained(alpha: int, steps: int) -> None:
-    sampled: list[int] = []
-    trained = list(aged([alpha], steps, lambda step, part: sampled.append(step) or [step]))
-    assert trained == [[step] for step in range(steps)]
-    assert sorted(sampled) == list(range(steps))
-
-
-@pytest.mark.parametrize("alpha", [0, 1, 4, 16])
-def test_a_mixed_batch_has_a_part_of_every_age_as_soon_as_there_are_versions_so_old(alpha: int) -> None:
-    made = [0]
-    for step, batch in enumerate(aged(range(alpha + 1), 40, lambda step, part: [(step, part, made[-1])])):
-        assert [
-            (meant_for, step - sampled_by) for meant_for, _, sampled_by in sorted(batch, key=lambda one: one[1])
-        ] == [(step, min(part, step)) for part in range(alpha + 1)]
-        made.append(made[-1] + 1)
-    assert made[-1] == 40
+@pytest.mark.parametrize(
+    ("alpha", "span", "long"),
+    [(1, 4, [4, 3, 2, 1, 0, 0]), (2, 8, [8, 6, 4, 2, 0, 0]), (4, 16, [16, 12, 8, 4, 0, 0]), (1, 2, [2, 2, 1, 1, 0, 0])],
+)
+def test_a_third_of_a_batch_are_long_answers_whose_tokens_span_so_many_versions(
+    alpha: int, span: int, long: list[int]
+) -> None:
+    ages = Cell(method=GRPO, alpha=alpha, mixed=True, span=span, seed=0).ages
+    assert [one for one in ages if one == tuple(long)] == [tuple(long)] * (alpha + 1)
+    assert sorted(one for one in ages if one != tuple(long)) == [(age,) * 6 for age in range(alpha + 1) for _ in "ab"]
 
 
 def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> None:
     batch = [
         make_trajectory(
-            Task(index, index // 2, index % 2, 0), [1, 2, 3], [4, 5], [-0.5, -1.5], reward=float(index), version=5
+            Task(index, index // 2, index % 2, 0), [1, 2, 3], [4, 5], [-0.5, -1.5], reward=float(index), versions=[5, 5]
         )
         for index in range(4)
     ]
@@ -110,7 +90,7 @@ def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> N
 
 
 def test_the_first_steps_admit_no_version_below_zero() -> None:
-    trajectory = make_trajectory(Task(0, 0, 0, 0), [1], [2], [-1.0], reward=0.0, version=0)
+    trajectory = make_trajectory(Task(0, 0, 0, 0), [1], [2], [-1.0], reward=0.0, versions=[0])
     assert make_shard([trajectory], step=2, oldest=8).min_version == 0
 
 
@@ -130,7 +110,7 @@ def test_the_recorded_log_probs_are_those_of_a_plain_forward_pass(model: str) ->
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(3)
-    answers = Sampler(model).sample(["12+34=", "98+76="], copies=3, limit=6, generator=generator)
+    answers = Sampler(model).sample(["12+34=", "98+76="], copies=3, ages=[0] * 6, generator=generator)
     assert len(answers) == 6
     assert [answers[index].prompt for index in (0, 3)] == [answers[index].prompt for index in (2, 5)]
     assert answers[0].prompt != answers[3].prompt
@@ -145,7 +125,7 @@ def test_the_recorded_log_probs_are_those_of_a_plain_forward_pass(model: str) ->
 def test_an_answer_ends_with_its_first_end_of_text_or_at_the_limit(model: str) -> None:
     sampler = Sampler(model)
     generator = torch.Generator().manual_seed(0)
-    answers = sampler.sample(["12+34="], copies=200, limit=4, generator=generator)
+    answers = sampler.sample(["12+34="], copies=200, ages=[0] * 4, generator=generator)
     end = sampler.tokenizer.eos_token_id
     assert isinstance(end, int)
     ended = [answer for answer in answers if not answer.truncated]
@@ -155,26 +135,52 @@ def test_an_answer_ends_with_its_first_end_of_text_or_at_the_limit(model: str) -
     assert all("<eos>" not in answer.text for answer in answers)
 
 
-def test_new_weights_change_what_is_sampled_and_a_missing_one_is_noticed(model: str) -> None:
+def test_each_token_is_sampled_by_the_version_of_its_age(model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sampler = Sampler(model, oldest=2)
+    plain = [AutoModelForCausalLM.from_pretrained(model).eval() for _ in range(3)]
+    for version, policy in enumerate(plain[1:], 1):
+        for parameter in policy.parameters():
+            parameter.data += 0.01 * version * torch.randn_like(parameter)
+        sampler.add_version(policy.named_parameters())
+    for answer in sampler.sample(["12+34="], copies=5, ages=[5, 2, 1, 1, 0], generator=torch.Generator()):
+        ids = torch.tensor([[*answer.prompt, *answer.tokens]])
+        expected = [
+            plain[version](ids).logits[0].double().log_softmax(-1)[len(answer.prompt) - 1 + place, token].item()
+            for place, (version, token) in enumerate(zip([0, 0, 1, 1, 2], answer.tokens, strict=False))
+        ]
+        assert answer.logp == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_missing_weight_of_a_new_version_is_noticed(model: str) -> None:
     sampler = Sampler(model)
-    before = sampler.sample(["12+34="], copies=1, limit=4, generator=None)[0]
-    tensors = {name: torch.full_like(value, 0.01) for name, value in sampler.model.named_parameters()}
-    sampler.load(tensors.items())
-    assert sampler.sample(["12+34="], copies=1, limit=4, generator=None)[0].logp != before.logp
     with pytest.raises(AssertionError, match="no new weights"):
-        sampler.load(list(tensors.items())[1:])
+        sampler.add_version(list(sampler.model.named_parameters())[1:])
 
 
-@pytest.mark.parametrize("mixing", [False, True])
-def test_a_batch_has_its_problems_in_order_whatever_their_ages(model: str, mixing: bool) -> None:
-    setting = Setting(steps=3, batch_size=16, group_size=4, problems=2)
-    cell = Cell(method=GRPO, alpha=2, mixed=mixing, seed=0, setting=setting)
-    made = [0]
-    for step, batch in enumerate(batches(cell, Rollouts(cell, Sampler(model)), lambda: made[0])):
-        assert [(one.task.task_id, one.task.seed) for one in batch] == [(n, 4 * step + n // 4) for n in range(16)]
-        ages = [step - one.versions[0].version for one in batch[::4]]
-        assert ages == [min(age, step) for age in ((0, 1, 2, 0) if mixing else (2,) * 4)]
-        made[0] += 1
+@pytest.mark.parametrize(
+    ("kind", "ages"),
+    [
+        ({}, [[2, 2, 2, 2]] * 9),
+        ({"mixed": True}, [[age] * 4 for age in (0, 1, 2)] * 3),
+        ({"mixed": True, "span": 4}, [[age] * 4 for age in (0, 1, 2)] * 2 + [[4, 3, 2, 1]] * 3),
+    ],
+)
+def test_a_batch_has_its_problems_in_order_and_its_ages_as_soon_as_there_are_versions_so_old(
+    model: str, kind: dict[str, Any], ages: list[list[int]]
+) -> None:
+    setting = Setting(batch_size=36, group_size=4, problems=2)
+    cell = Cell(method=GRPO, alpha=2, seed=0, setting=setting, **kind)
+    sampler = Sampler(model, max(map(max, cell.ages)))
+    rollouts = Rollouts(cell, sampler)
+    for step in range(6):
+        batch = rollouts.batch(step)
+        assert [(one.task.task_id, one.task.seed) for one in batch] == [(n, 9 * step + n // 4) for n in range(36)]
+        for number, one in enumerate(batch):
+            found = [step - version for version in one.action_versions()[:4]]
+            assert found == [min(step, age) for age in ages[number // 4]][: len(found)]
+        sampler.add_version(sampler.model.named_parameters())
 
 
 def test_each_answer_is_judged_by_its_own_problem() -> None:
