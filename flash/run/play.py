@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import msgspec
@@ -119,16 +119,21 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
 
 
 async def play_answers(
-    config: Config, env: LoadedEnvironment, answers: Sequence[str], seed: int, *, one_turn: bool = False
+    config: Config,
+    env: LoadedEnvironment,
+    answers: Sequence[str] | Callable[[str], str],
+    seed: int,
+    *,
+    one_turn: bool = False,
 ) -> Trajectory | Failure:
     """Play one episode in which these texts are the model's responses, one after the other. Returns its result.
 
-    `flash.play` calls this, and the dry run, which gives the own answer of a problem.
+    `flash.play` calls this, the dry run, which gives the own answer of a problem, and `flash check-env`.
 
     Args:
         config: its `[rollout]` and `[deadlines]` are used.
         env: the environment, whose `prepare` has been called.
-        answers: one for each turn.
+        answers: one for each turn; or a function that gets the text that was shown last, and returns the answer.
         seed: seed of the problem.
         one_turn: True if the episode is cut off after its first turn.
 
@@ -154,21 +159,27 @@ async def play_answers(
 class _Answers:
     """Stand-in for the model and its engines: it returns the given answers, one after the other."""
 
-    def __init__(self, answers: Sequence[str]) -> None:
-        self._left = list(answers)
-        self._count = len(answers)
+    def __init__(self, answers: Sequence[str] | Callable[[str], str]) -> None:
+        self._answers = answers
+        self._given = 0
+        """Number of answers that were returned."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
         """Return the next answer as a completion. Raises EnvError if no answer is left.
 
         The episode player calls this in place of `LLMProxy.generate`, for each response.
         """
-        if not self._left:
+        if callable(self._answers):
+            answer = self._answers("".join(map(chr, request.prompt)).rpartition(chr(END))[2])
+        elif self._given < len(self._answers):
+            answer = self._answers[self._given]
+        else:
             raise EnvError(
-                f"the episode goes on after {self._count} answer(s): give one answer for each response "
+                f"the episode goes on after {self._given} answer(s): give one answer for each response "
                 "that it asks for, or end it (an environment returns `terminated`; an agent returns its answer)"
             )
-        tokens = [*map(ord, self._left.pop(0)), END]
+        self._given += 1
+        tokens = [*map(ord, answer), END]
         request.on_tokens(tokens)
         # The log-probs (0) and the version (0) of the tokens have no meaning here; nothing is trained.
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
