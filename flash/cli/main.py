@@ -29,6 +29,7 @@ DESCRIPTION = "Asynchronous reinforcement-learning post-training for language mo
 COMMANDS = {
     "init": "flash.cli.prepare:add_init",
     "doctor": "flash.cli.prepare:add_doctor",
+    "check-env": "flash.cli.check_env:add_check_env",
     "plan": "flash.cli.prepare:add_plan",
     "train": "flash.cli.train:add_train",
     "sft": "flash.cli.train:add_sft",

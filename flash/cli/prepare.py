@@ -159,9 +159,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.state == "missing" for finding in findings))
 
 
-def finding_lines(findings: list[Finding]) -> Iterator[str]:
-    """Yield the lines of a table of the findings, each finding with its advice below."""
-    width = max(len(finding.check) for finding in findings)
+def finding_lines(findings: list[Finding], width: int = 0) -> Iterator[str]:
+    """Yield the lines of a table of the findings, each finding with its advice below. `width`: least width of the names
+    of the checks."""
+    width = max(width, *(len(finding.check) for finding in findings))
     for finding in findings:
         first, *more = finding.text.splitlines() or [""]
         yield f"{finding.state:10}  {finding.check.ljust(width)}  {first}"

@@ -1,1 +1,2 @@
-"""Checks before any work: for `flash train` (`preflight`), its option `--dry-run` (`dry_run`), and `flash doctor`."""
+"""Checks before any work: for `flash train` (`preflight`), its option `--dry-run` (`dry_run`), `flash doctor`, and
+`flash check-env` (`env`)."""

@@ -56,16 +56,17 @@ PINS = Path(__file__).parents[3] / "requirements"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of a check."""
+    """Result of a check of `flash doctor` or `flash check-env`."""
 
-    state: Literal["ok", "not needed", "missing"]
-    """Judgement of the check. If any finding is `missing`, `flash doctor` returns 1."""
+    state: Literal["ok", "not needed", "missing", "pass", "skipped", "warning", "failure"]
+    """Judgement of the check. The first three are of `flash doctor`, and the others of `flash check-env`. A command
+    returns 1 if any finding is `missing` or a `failure`."""
     text: str
     """Phrase for the thing that the check has found or misses."""
     advice: str = ""
-    """Advice on how to get a missing thing."""
+    """Advice on how to get a missing thing, or how to mend a fault."""
     check: str = ""
-    """Name of the check. `examine` sets it."""
+    """Name of the check. The function that makes all checks sets it."""
 
 
 Check = Callable[[Config | None], Finding]

@@ -1,0 +1,148 @@
+"""Command `flash check-env`: it plays an environment without a model, and reports faults in one line each.
+
+The checks are in `flash.run.checks.env`. They run in the process of the command, on an event loop like that of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from flash.cli.arguments import CommandParsers
+from flash.cli.prepare import finding_lines
+from flash.config.check import check_env
+from flash.config.decode import refuse
+from flash.config.load import merge_tables
+from flash.config.objects import import_from
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.run.checks.doctor import Finding
+from flash.text import harmless
+
+MINUTES = 10.0
+"""Default time of all checks, in minutes."""
+GRACE_S = 10.0
+"""Seconds after the end of the time in which the command must end. Later, code that never ends keeps it alive."""
+WITHOUT_MODEL = {"run": {"name": "check-env"}, "model": {"path": "none"}}
+"""Tables that a configuration needs, if the user gives none. No model is loaded."""
+WITHOUT_GPUS = {"cluster": {"gpus_per_node": 0}}
+"""Table that takes precedence over those of the user: the checks need no GPU."""
+
+
+def add_check_env(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash check-env` to `commands`, and return it."""
+    parser = commands.add_parser(
+        "check-env", help="Check an environment, a data set with its reward, or an agent, without a model."
+    )
+    parser.add_argument(
+        "config",
+        nargs="+",
+        metavar="MODULE:CLASS|CONFIG|KEY=VALUE",
+        help="Import path of the environment, configuration files, and settings such as rollout.max_turns=8. "
+        "Without an import path it is the environment of the configuration.",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Option of the environment, as in [env.options]. May be repeated.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="N",
+        help=f"Longest time of all checks. Default: {MINUTES:g}.",
+    )
+    parser.add_argument("--no-training", action="store_true", help="Leave out the training of a tiny model.")
+    parser.set_defaults(run=run_check_env)
+    return parser
+
+
+def run_check_env(arguments: argparse.Namespace) -> int:
+    """Check an environment and print a line for each check, for `flash check-env`. Returns 1 if there is a failure."""
+    from flash.run.checks.env.checks import CHECKS, counted, examine_environment
+    from flash.run.loop_watch import run_watched
+
+    if not 0 < arguments.minutes <= 24 * 60:
+        raise ConfigError(f"--minutes: expected a positive number of minutes, got {arguments.minutes:g}")
+    config = named_environment(arguments.config, arguments.option)
+    checks = {name: check for name, check in CHECKS.items() if name != "training" or not arguments.no_training}
+    findings: list[Finding] = []
+    width = max(map(len, checks))
+    output = sys.stdout
+
+    def report(finding: Finding) -> None:
+        """Keep a finding, and print it at once unless all are printed as JSON."""
+        findings.append(finding)
+        if not arguments.json:
+            output.writelines(f"{harmless(line)}\n" for line in finding_lines([finding], width))
+            output.flush()
+
+    def finish() -> int:
+        """Print the findings as JSON, or the number of failures. Returns the exit code."""
+        states = [finding.state for finding in findings]
+        if arguments.json:
+            output.write(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode() + "\n")
+        else:
+            failures, warnings = (counted(states.count(state), state) for state in ("failure", "warning"))
+            output.write(f"{failures}, {warnings}\n")
+        output.flush()
+        return int("failure" in states)
+
+    def give_up() -> None:
+        """End the process, because code of the environment blocks the event loop and never ends."""
+        name = [*checks][min(len(findings), len(checks) - 1)]
+        report(Finding("failure", f"did not end; {blocked[-1] if blocked else 'no line is known'}", check=name))
+        finish()
+        os._exit(1)
+
+    blocked: list[str] = []
+    seconds = 60 * arguments.minutes
+    timer = threading.Timer(seconds + GRACE_S, give_up)
+    timer.name, timer.daemon = "flash check-env", True
+    timer.start()
+    try:
+        # The environment may print, which would damage the JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            run_watched(blocked.append, examine_environment, config, seconds, report, checks)
+    finally:
+        timer.cancel()
+    return finish()
+
+
+def named_environment(words: list[str], options: list[str]) -> Config:
+    """Return the configuration with the environment that the user has named.
+
+    Args:
+        words: the import path of the environment, configuration files and settings.
+        options: options of the environment, `KEY=VALUE` each.
+
+    Raises:
+        ConfigError: not exactly one environment is named, it cannot be imported, or it refuses its options.
+    """
+    paths = [word for word in words if "=" not in word and (":" not in word or word.endswith(".toml"))]
+    classes = [word for word in words if "=" not in word and word not in paths]
+    if len(classes) > 1 or not (classes or paths):
+        named = f", got {' and '.join(classes)}" if classes else ""
+        raise ConfigError(f"expected one environment, as module:Class or as env.path in a configuration{named}")
+    if wrong := [option for option in options if "=" not in option]:
+        raise ConfigError(f"--option: expected KEY=VALUE, got {wrong[0]}")
+    overrides = [f"env.path={json.dumps(one)}" for one in classes]
+    overrides += [f"env.options.{option}" for option in options]
+    overrides += [word for word in words if "=" in word]
+    files = [Path(path) for path in paths]
+    _, config = merge_tables(files, overrides, [("`flash check-env`", WITHOUT_GPUS)], WITHOUT_MODEL)
+    import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
+    if problems := [*check_env(config)]:
+        raise refuse(problems)
+    return config

@@ -1,0 +1,499 @@
+"""Checks of `flash check-env`: each plays episodes of the environment, and judges one thing in one line.
+
+`flash.cli.check_env` calls `examine_environment` on a watched event loop. `CHECKS` lists the checks in their order. A
+check is a function of the `Trial`, and returns a `Finding`: a pass, a warning, a failure, or that it was skipped. All
+checks share the time that the user allows; each has a share of it, and plays fewer episodes of a slow environment. The
+last check, `training`, is in `flash.run.checks.env.training`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config
+from flash.environment.calls import UserTask, shortened
+from flash.environment.interface import HELD_OUT
+from flash.environment.shared import sharing
+from flash.errors import FlashError
+from flash.run.checks.doctor import Finding
+from flash.run.checks.env.resources import BlockSampler, Holdings, said
+from flash.run.checks.env.trial import (
+    Cut,
+    CutEnvironment,
+    Episode,
+    Policy,
+    Trial,
+    always,
+    echo,
+    empty,
+    first,
+    guess,
+    in_turn,
+    play_apart,
+)
+from flash.waiting import deadline
+
+PROBLEMS = 300
+"""Largest number of training problems, and of held-out ones, whose prompts are compared."""
+REPEATED = 8
+"""Number of problems that are played again to compare observations and rewards."""
+REWARDED = 32
+"""Number of problems that each simple policy answers."""
+TIMED = 50
+"""Number of episodes, one after the other, whose calls are timed."""
+LEAK_EPISODES = 1000
+"""Largest number of episodes after which leaks are counted."""
+MOST_AWAITS = 40
+"""Largest number of awaits of a method at which an episode is cancelled."""
+GROWTH = 10_000
+"""Bytes per episode by which the memory may grow."""
+LEAST_GROWTH = 4_000_000
+"""Growth of the memory in bytes that is no leak, because allocators take memory in large pieces."""
+SHOWN = 300
+"""Largest number of characters of an error message, and of a shown prompt."""
+ONE_TURN_SHARE, GAME_SHARE = 0.05, 0.25
+"""Shares of the reward of known answers from which a shortcut is a warning: with one answer, and in a game."""
+CLOSE_S = 0.3
+"""Limit of `close` in seconds while it is cancelled. The deadline of a run would take too long for each `await`."""
+
+STRANGE = (
+    *("", " ", "\n" * 50, "x" * 100_000, "9" * 5000, "-1", "1e999", "nan", "inf", "1/0", "½", "٣", "None", "%s{0}"),
+    *("\x00\x1b[0m", "🙂\u202e", "((((", "[1,", '{"a":', "\\boxed{", "<answer>", "</think>", "```python\n", "#### "),
+)
+"""Answers that programs often fail on. A model may give any of them."""
+FORMS = ("<answer></answer>", "\\boxed{}", "#### ", "The answer is", "Answer:", '{"answer": ""}', "```\n```", "-", "0")
+"""Usual forms of an answer without an answer in them."""
+OPTIONS = "A B C D E F (A) (B) (C) (D) yes no true false up down left right"
+"""Answer that names usual options."""
+NUMBERS = " ".join(map(str, range(201)))
+"""Answer that names small numbers."""
+
+Check = Callable[[Trial], Awaitable[Finding]]
+"""Function that makes one check."""
+# These make a finding of one state. Their arguments are the text and the advice.
+passed, skipped = partial(Finding, "pass"), partial(Finding, "skipped")
+warning, failure = partial(Finding, "warning"), partial(Finding, "failure")
+
+
+async def interface(trial: Trial) -> Finding:
+    """Play a training problem and a held-out one. The other checks run only if both can be played."""
+    played: list[Episode] = []
+    for seed in (0, HELD_OUT):
+        played.append(one := await trial.play(seed, lambda seed, shown: shown[-1][-1:]))
+        if one.failure is not None:
+            message = shortened(one.failure.message, 3 * SHOWN)
+            return failure(f"{one.failure.outcome}: {message}", "mend this first; nothing else was checked")
+    trained, held_out = (counted(len(one.shown), "turn") for one in played)
+    return passed(
+        f"a training problem had {trained}, and a held-out one {held_out}; shown: {_short(played[0].shown[0])}"
+    )
+
+
+async def problems(trial: Trial) -> Finding:
+    """Compare the prompts of training problems with each other, and with those of held-out problems."""
+    limit, end = trial.env.held_out_problems(), trial.until
+    trial.until = (perf_counter() + end) / 2
+    trained = await trial.look(range(PROBLEMS))
+    trial.until = end
+    held_out = await trial.look(range(HELD_OUT, HELD_OUT + min(PROBLEMS, PROBLEMS if limit is None else limit)))
+    both = set(trained.values()) & set(held_out.values())
+    distinct, distinct_held_out = len(set(trained.values())), len(set(held_out.values()))
+    text = (
+        f"{len(trained)} training seeds show {counted(distinct, 'prompt')}, {len(held_out)} held-out seeds "
+        f"{counted(distinct_held_out, 'prompt')}, and {len(both)} of these are in both"
+    )
+    if both and distinct == 1 and any(len(one.shown) > 1 for one in trial.episodes):
+        return warning(
+            text,
+            "later turns may differ, but the prompts do not show that held-out problems differ from the trained ones",
+        )
+    if both:
+        return failure(
+            f"{text}, such as {_short(min(both))}",
+            "divide the problems themselves, for example by a hash of the prompt: `flash.is_held_out(seed)` says which "
+            "side a seed asks for",
+        )
+    if len(trained) >= 10 and distinct <= max(1, len(trained) // 20):
+        return warning(text, "a run sees few different problems: draw them from `random.Random(seed)`")
+    if limit is None and len(held_out) >= 10 and distinct_held_out < len(held_out) / 2:
+        return warning(
+            text,
+            "an evaluation asks some problems several times, so that its interval is too narrow: return their number "
+            "from `held_out_problems`, or set eval.problems to it",
+        )
+    return passed(text)
+
+
+async def determinism(trial: Trial) -> Finding:
+    """Play problems again, alone, side by side, and in another process, with the same answers."""
+    end = trial.until
+    trial.until = (perf_counter() + end) / 2
+    first_time: dict[int, Episode] = {}
+    for seed in (half + number for number in range(REPEATED // 2) for half in (0, HELD_OUT)):
+        if (one := await trial.play(seed, guess)).failure is None:
+            first_time[seed] = one
+        if trial.is_late:
+            break
+    if not first_time:
+        return failure("no episode could be played", "see the failures below")
+    trial.until = end
+    answers = {seed: one.answers for seed, one in first_time.items()}
+    alone = [await trial.play(seed, in_turn(answers)) for seed in answers]
+    beside = await trial.play_many(answers, in_turn(answers))
+    for when, episodes in (("again", alone), ("beside other episodes", beside)):
+        for one in episodes:
+            was = first_time[one.seed]
+            if one.failure is not None:
+                return failure(f"seed {one.seed} fails {when}: {shortened(one.failure.message, SHOWN)}")
+            if fault := _differences(was.shown, one.shown, was.rewards, one.rewards, one.seed, when):
+                return fault
+    try:
+        some = dict([*answers.items()][::2])
+        apart = await play_apart(trial.config, some)
+    except FlashError as error:
+        return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
+    for seed, one in apart.items():
+        was = first_time[seed]
+        if fault := _differences(was.shown, one.shown, was.rewards, one.rewards, seed, "in another process"):
+            return fault
+    count = counted(len(answers), "seed")
+    return passed(f"{count} gave equal prompts and rewards again, side by side, and in another process")
+
+
+def _differences(
+    shown: Sequence[str], again: Sequence[str], rewards: Sequence[float], anew: Sequence[float], seed: int, when: str
+) -> Finding | None:
+    """Return the finding about the difference of two episodes with one seed and equal answers; None if there is none.
+
+    Args:
+        shown: texts of the first episode.
+        again: texts of the second episode.
+        rewards: rewards of the first episode.
+        anew: rewards of the second episode.
+        seed: seed of the problem.
+        when: phrase for the circumstances of the second episode.
+    """
+    if shown[0] != again[0]:
+        advice = {
+            "again": "draw what is random from `random.Random(seed)`",
+            "beside other episodes": "keep the state of an episode in `self`, not in the module, in the class or in "
+            "the generator of `random`, which all episodes share",
+            "in another process": "Python's `hash` and the order of sets of texts differ between processes: use "
+            "`hashlib` or `zlib.crc32`, and sort",
+        }[when]
+        return failure(f"seed {seed} shows {_short(shown[0])}, and {when} {_short(again[0])}", advice)
+    if list(shown) != list(again):
+        turn = next((turn for turn, (one, two) in enumerate(zip(shown, again, strict=False)) if one != two), None)
+        return warning(
+            f"the same answers to seed {seed} lead to other observations {when}, after turn "
+            f"{min(len(shown), len(again)) if turn is None else turn}",
+            "draw what happens in a step from a generator that `reset` has made from the seed",
+        )
+    if list(rewards) != list(anew):
+        return warning(
+            f"the same answers to seed {seed} get reward {sum(rewards):g}, and {when} {sum(anew):g}",
+            "a noisy reward slows learning: draw what is random from a generator made from the seed; of a judge, use "
+            "temperature 0",
+        )
+    return None
+
+
+async def rewards(trial: Trial) -> Finding:
+    """Report range, zeros and noise of the rewards, and the mean reward of empty, random and known answers."""
+    means = {name: await mean_of(trial, policy) for name, policy in {"empty": empty, "random": guess}.items()}
+    known = await trial.known_answers(REWARDED)
+    solved = await trial.play_many(known, in_turn(known))
+    if solved:
+        means["known"] = _mean(solved)
+    totals = [one.reward for one in trial.episodes if one.failure is None]
+    if not totals:
+        return failure("no episode got a reward", "see the failures below")
+    same: dict[tuple[int, tuple[str, ...]], list[float]] = {}
+    for one in trial.episodes:
+        if one.failure is None:
+            same.setdefault((one.seed, tuple(one.answers)), []).append(one.reward)
+    noise = max((statistics.pstdev(values) for values in same.values()), default=0.0)
+    zeros = sum(total == 0 for total in totals) / len(totals)
+    text = f"{min(totals):g} to {max(totals):g}, {zeros:.0%} zeros, noise {noise:.2g}; mean of " + ", ".join(
+        f"{name} answers {mean:.3g}" for name, mean in means.items() if mean is not None
+    )
+    if solved:
+        unrewarded = [one.seed for one in solved if one.reward <= 0]
+        if len(unrewarded) == len(solved):
+            return failure(text, "no known answer gets a reward: see that the verifier fits the form of the answers")
+        if unrewarded:
+            some = f"{len(unrewarded)} of {len(solved)} known answers get no reward, as with seed {unrewarded[0]}"
+            return warning(text, f"{some}: see that the verifier fits them")
+        if (means["random"] or 0.0) >= (means["known"] or 0.0):
+            return warning(text, "random answers get as much as known ones: the reward does not depend on the answer")
+    elif max(totals) == min(totals):
+        return warning(
+            text,
+            "a model learns nothing from equal rewards; a class with `solution_of` also has a known answer tried",
+        )
+    if noise > 0:
+        return warning(text, "the same answer to the same problem gets different rewards")
+    return passed(text)
+
+
+async def shortcuts(trial: Trial) -> Finding:
+    """Look for answers that get a reward though they answer nothing."""
+    policies: dict[str, Policy] = {
+        "an empty answer": empty,
+        "an echo of the prompt": echo,
+        "a list of options": always(OPTIONS),
+        "a list of numbers": always(NUMBERS),
+        **{f"the form {form!r}": always(form) for form in FORMS},
+    }
+    known = await trial.known_answers(REWARDED)
+    best = _mean(await trial.play_many(known, in_turn(known)))
+    # Without its prompt, the best guess is the answer to another problem.
+    others = dict(zip(known, [*known.values()][1:] + [*known.values()][:1], strict=True))
+    chance = _mean(await trial.play_many(others or range(REWARDED), in_turn(others) if others else guess)) or 0.0
+    tried: dict[str, float] = {}
+    for name, policy in policies.items():
+        if (mean := await mean_of(trial, policy, REWARDED if len(tried) < 4 else REWARDED // 4)) is not None:
+            tried[name] = mean
+        if trial.is_late:
+            break
+    if not tried:
+        return skipped("no such answer could be played in time")
+    totals = [one.reward for one in trial.episodes if one.failure is None]
+    best = max(totals) if best is None else best
+    name, most = max(tried.items(), key=lambda item: item[1])
+    lowest = min(*totals, 0.0) if totals else 0.0
+    share = (most - lowest) / (best - lowest) if best > lowest else 0.0
+    most_of = "known answers get" if known else "the highest reward is"
+    text = f"{name} gets most of {counted(len(tried), 'shortcut')}: {most:.3g} on average, where {most_of} {best:.3g}"
+    # In a game of several turns, always the same move sometimes wins.
+    small = ONE_TURN_SHARE if all(len(one.rewards) <= 1 for one in trial.episodes) else GAME_SHARE
+    if most <= 0:
+        return passed(f"none of {counted(len(tried), 'shortcut')} gets a reward; {most_of} {best:.3g}")
+    if share < small or most <= chance * 1.05 + 0.02:
+        return passed(text)
+    advice = "a model finds this quickly: give this answer reward 0"
+    return failure(text, advice) if share >= 0.5 else warning(text, advice)
+
+
+async def failures(trial: Trial) -> Finding:
+    """Give answers on which programs often fail, and count all episodes so far that have failed, by their type."""
+    for seed, answer in enumerate(STRANGE):
+        await trial.play(seed, first(answer))
+        if trial.is_late:
+            break
+    failed = [one.failure for one in trial.episodes if one.failure is not None]
+    text = f"{len(failed)} of {counted(len(trial.episodes), 'episode')}, also with strange answers, failed"
+    if not failed:
+        return passed(text)
+    answer = next(one.answers[:1] for one in trial.episodes if one.failure is failed[0])
+    kinds = Counter(one.outcome.value for one in failed)
+    return failure(
+        f"{text} ({', '.join(f'{name} {count}' for name, count in kinds.items())}), as with the answer "
+        f"{_short(*answer, most=40) if answer else '(none)'}: {shortened(failed[0].message, SHOWN)}",
+        "return reward 0.0 for an answer that cannot be read: a sample that fails is lost, and teaches nothing",
+    )
+
+
+async def speed(trial: Trial) -> Finding:
+    """Report the times of reset and step, of episodes that are played one after the other."""
+    resets, steps = list[float](), list[float]()
+    for seed in range(TIMED):
+        played = await trial.play(seed, guess)
+        resets.append(played.reset_s)
+        steps += played.step_s
+        if trial.is_late:
+            break
+    deadlines = trial.config.deadlines
+    text = f"reset {_times(resets)}; step {_times(steps)}"
+    for key, times, limit in (("env_reset", resets, deadlines.env_reset), ("env_step", steps, deadlines.env_step)):
+        if times and max(times) > limit / 4:
+            return warning(
+                text,
+                f"the slowest call comes near its deadline: make it faster, or raise deadlines.{key} ({limit:g} s)",
+            )
+    return passed(text)
+
+
+async def event_loop(trial: Trial) -> Finding:
+    """Play episodes while a thread looks for callbacks of the event loop that take long."""
+    sampler = BlockSampler()
+    with sampler.watching():
+        played = await trial.play_many(range(100, 100 + TIMED), guess)
+    if not sampler.places:
+        return passed(f"no call of {counted(len(played), 'episode')} blocked it for 0.1 s")
+    place, blocks = max(sampler.places.items(), key=lambda item: sum(item[1]))
+    text = f"{place} blocked it {counted(len(blocks), 'time')}, for {max(blocks):.2g} s at most"
+    if len(blocks) < 2 and max(blocks) < 1:  # such as a module that the first episode imports
+        return passed(f"{text}, in {counted(len(played), 'episode')}")
+    return failure(text, "all episodes of a node wait meanwhile: use plain `def`, which runs in a thread, or await")
+
+
+async def leaks(trial: Trial) -> Finding:
+    """Play up to a thousand episodes in two halves, and find resources whose number grows in both."""
+    end = trial.until
+    await trial.play_many(range(3 * REPEATED), guess, keep=False)
+    held = [await Holdings.settled()]
+    counts: list[int] = []
+    for half in (1, 2):
+        trial.until = end if half == 2 else (perf_counter() + end) / 2
+        played = 0
+        while played == 0 or (played < LEAK_EPISODES // 2 and not trial.is_late):
+            played += len(await trial.play_many(range(played, played + 20), guess, keep=False))
+        counts.append(played)
+        held.append(await Holdings.settled(held[0]))
+    before, middle, after = held
+    grown = {kind: more for kind, more in after.more_than(before).items() if _grew_twice(kind, held)}
+    text = counted(sum(counts), "episode")
+    if grown:
+        return failure(
+            f"after {text} there are {said(grown)} more than before",
+            "release in `close` what `reset` and `step` open; `close` is also called after an error",
+        )
+    grown_bytes, each = after.memory - middle.memory, (after.memory - middle.memory) / max(1, counts[1])
+    if middle.memory > before.memory and grown_bytes > LEAST_GROWTH and each > GROWTH:
+        return warning(
+            f"memory grew by {each / 1000:.0f} kB in each of the last {counted(counts[1], 'episode')}",
+            "see which list, dict or cache of the module or class grows",
+        )
+    grown_bytes = max(0, after.memory - before.memory)
+    return passed(f"after {text} no file, thread, task or process is left; memory grew by {grown_bytes / 1e6:.1f} MB")
+
+
+def _grew_twice(kind: str, held: Sequence[Holdings]) -> bool:
+    """Return True if the number of resources of a kind has grown in both halves of the episodes."""
+    before, middle, after = (one.named[kind].total() for one in held)
+    return before < middle < after
+
+
+async def cancellation(trial: Trial) -> Finding:
+    """Cancel an episode at each `await` of reset, step and close, and look at what is left."""
+    for seed in range(2):
+        await trial.play(seed, guess, keep=False)
+    before, cuts, abandoned = await Holdings.settled(), 0, UserTask.abandoned
+    calm = trial.config
+    hasty = msgspec.structs.replace(calm, deadlines=msgspec.structs.replace(calm.deadlines, close=CLOSE_S))
+    try:
+        for method in ("reset", "step", "close"):
+            trial.config = hasty if method == "close" else calm
+            for at in range(1, MOST_AWAITS + 1):
+                cut = Cut(method, at)
+                with cut.scope:
+                    await trial.play(0, guess, CutEnvironment(calm, cut), keep=False)
+                if not cut.place:  # the method has fewer awaits
+                    break
+                cuts += 1
+                where = f"`{method}` was cancelled at {cut.place}"
+                if cut.swallowed or UserTask.abandoned > abandoned:
+                    return failure(f"{where}, and went on", "do not catch CancelledError there, or raise it again")
+                after = await Holdings.settled(before)
+                if more := after.more_than(before):
+                    return failure(
+                        f"after {where} there is more than before: {said(more)}",
+                        "release it in `finally`, or in `close`, which is also called after a cancellation",
+                    )
+                if trial.is_late:
+                    return passed(f"nothing was left after {counted(cuts, 'cancellation')}; time was too short for all")
+    finally:
+        trial.config = calm
+    if not cuts:
+        return passed("reset, step and close await nothing, so they cannot be cancelled")
+    return passed(f"nothing was left after a cancellation at each of {counted(cuts, 'await')}")
+
+
+async def training(trial: Trial) -> Finding:
+    """Train a tiny model on the environment. Only a warning says that it has not improved."""
+    from flash.run.checks.env.training import train_tiny
+
+    return await train_tiny(trial)
+
+
+CHECKS: dict[str, tuple[Check, float]] = {
+    "interface": (interface, 3.0),
+    "problems": (problems, 1.0),
+    "determinism": (determinism, 1.0),
+    "rewards": (rewards, 1.0),
+    "shortcuts": (shortcuts, 1.0),
+    "failures": (failures, 1.0),
+    "speed": (speed, 0.5),
+    "event loop": (event_loop, 0.5),
+    "leaks": (leaks, 2.0),
+    "cancellation": (cancellation, 1.0),
+    "training": (training, 8.0),
+}
+"""Function of each check in the order of the output, with its share of the time."""
+
+
+async def examine_environment(
+    config: Config,
+    seconds: float,
+    report: Callable[[Finding], None],
+    checks: Mapping[str, tuple[Check, float]] = CHECKS,
+) -> None:
+    """Make all checks one after the other. `flash check-env` calls this on a watched event loop.
+
+    Args:
+        config: configuration with the environment.
+        seconds: time for all checks. Time that one check does not need is left to the later ones.
+        report: called with the finding of each check.
+        checks: the checks, as `CHECKS`.
+    """
+    end, shares = perf_counter() + seconds, sum(share for _, share in checks.values())
+    trial = Trial(config)
+    async with sharing(config.run.name, close_s=config.deadlines.close):
+        try:
+            with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+                await trial.env.prepare()
+        except FlashError as error:
+            report(failure(str(error), "mend this first; nothing else was checked", check="interface"))
+            return
+        for name, (check, share) in checks.items():
+            own = max(1.0, (end - perf_counter()) * share / shares)
+            shares -= share
+            # A check looks at the time between two episodes; the scope ends an episode that takes too long.
+            trial.until = perf_counter() + own / 2
+            finding = warning(f"no result within {own:.0f} s", "the environment is slow: allow more with --minutes")
+            with anyio.move_on_after(own):
+                try:
+                    finding = await check(trial)
+                except FlashError as error:
+                    finding = failure(shortened(str(error), SHOWN))
+            report(msgspec.structs.replace(finding, check=name))
+            if name == "interface" and finding.state != "pass":
+                return
+
+
+async def mean_of(trial: Trial, policy: Policy, count: int = REWARDED) -> float | None:
+    """Return the mean reward of a policy on training problems; None if no episode could be played."""
+    return _mean(await trial.play_many(range(count), policy))
+
+
+def _mean(episodes: Sequence[Episode]) -> float | None:
+    """Return the mean reward of the episodes that have not failed; None if there is none."""
+    totals = [one.reward for one in episodes if one.failure is None]
+    return statistics.fmean(totals) if totals else None
+
+
+def _times(seconds: Sequence[float]) -> str:
+    """Return the median and the 99th percentile of times, in words."""
+    if not seconds:
+        return "not measured"
+    ordered = sorted(seconds)
+    high = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return f"{1000 * statistics.median(ordered):.3g} ms in the median, {1000 * high:.3g} ms at the 99th percentile"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun in the right form, such as `1 turn` or `3 turns`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(text: str, most: int = 80) -> str:
+    """Return a text for the user, quoted and cut."""
+    return repr(text if len(text) <= most else text[:most] + "…")

@@ -1,0 +1,149 @@
+"""Resources of this process that an environment may leave behind, and the lines that block its event loop.
+
+`flash.run.checks.env.checks` compares two `Holdings` to find leaks, and asks `BlockSampler` which code blocks the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+from asyncio import events
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import perf_counter
+
+import anyio
+import msgspec
+
+from flash.environment.places import is_users, lines_awaited, lines_of, place_in
+
+KINDS = ("open file", "thread", "task", "child process")
+"""Kinds of resources in `Holdings`, in words for the user."""
+POOLED = ("flash ", "AnyIO worker", "asyncio_")
+"""Beginnings of the names of threads that are used again, of which a pool keeps a bounded number."""
+SETTLE_S = 1.0
+"""Longest time in seconds for processes, transports and threads to end after an episode."""
+SAMPLE_S = 0.005
+"""Seconds between two looks at the event loop."""
+BLOCK_S = 0.1
+"""Seconds that one callback of the event loop may take."""
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """Resources that this process holds at one moment."""
+
+    named: dict[str, Counter[str]]
+    """For each of `KINDS`, the number of resources by their description."""
+    memory: int
+    """Resident memory in bytes."""
+
+    @staticmethod
+    def now() -> Holdings:
+        """Return the resources that this process holds now. Must be called on the event loop."""
+        gc.collect()
+        files = Counter[str]()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the descriptor of this listing is closed by now
+                target = os.readlink(link)
+                files[target if target.startswith("/") else target.partition(":")[0]] += 1
+        threads = Counter(one.name for one in threading.enumerate() if not one.name.startswith(POOLED))
+        tasks = Counter(_task_name(one) for one in asyncio.all_tasks() if one is not asyncio.current_task())
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Holdings(dict(zip(KINDS, (files, threads, tasks, _children()), strict=True)), memory)
+
+    @staticmethod
+    async def settled(before: Holdings | None = None) -> Holdings:
+        """Return the resources after those that are still being closed are gone: at most `SETTLE_S` later, and sooner
+        if this process holds nothing more than in `before`."""
+        end = perf_counter() + SETTLE_S
+        while True:
+            await anyio.sleep(0.02)
+            found = Holdings.now()
+            if perf_counter() > end or (before is not None and not found.more_than(before)):
+                return found
+
+    def more_than(self, before: Holdings) -> dict[str, tuple[int, str]]:
+        """Return by how many resources of each kind this process holds more than before, with the name of a new one."""
+        more: dict[str, tuple[int, str]] = {}
+        for kind, names in self.named.items():
+            if (count := names.total() - before.named[kind].total()) > 0:
+                more[kind] = count, next(iter(names - before.named[kind]), "")
+        return more
+
+
+def said(more: dict[str, tuple[int, str]]) -> str:
+    """Return resources in words, such as `2 open files (/tmp/a.log)`."""
+    plural = {"child process": "child processes"}
+    return ", ".join(
+        f"{count} {kind if count == 1 else plural.get(kind, f'{kind}s')} ({name})"
+        for kind, (count, name) in more.items()
+    )
+
+
+def _task_name(task: asyncio.Task[object]) -> str:
+    """Return the name of a task's coroutine, and the line at which it waits."""
+    return f"{getattr(task.get_coro(), '__qualname__', task.get_name())} at {place_in(lines_awaited(task))}"
+
+
+def _children() -> Counter[str]:
+    """Return the commands of all processes below this one."""
+    parents: dict[int, tuple[int, str]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):  # the process has ended
+                command, _, rest = (folder / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+                state, parent = rest.split()[:2]
+                parents[int(folder.name)] = int(parent), command + " (ended, but not waited for)" * (state == "Z")
+    below = {os.getpid()}
+    while more := {pid for pid, (parent, _) in parents.items() if parent in below} - below:
+        below |= more
+    return Counter(parents[pid][1] for pid in below - {os.getpid()})
+
+
+class BlockSampler:
+    """Sampler of the event loop: it finds callbacks that take `BLOCK_S` or longer, and their line of user code.
+
+    The watch of a run (`flash.run.loop_watch`) reports only blocks of a second, because shorter ones do no harm to its
+    peers. Many short ones make a run slow.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, list[float]] = {}
+        """Seconds of each block, by the line that was seen most often in it."""
+        self._over = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Sample the event loop of this thread while the block runs."""
+        thread = threading.Thread(target=self._sample, args=(threading.get_ident(),), name="flash check", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _sample(self, loop_thread: int) -> None:
+        """Look at the loop's thread until the watch is over. The body of the sampling thread."""
+        callback: object = None  # frame of the callback that runs now; keeping it keeps its identity
+        since, seen = 0.0, Counter[str]()
+        while not self._over.wait(SAMPLE_S):
+            frame = innermost = sys._current_frames().get(loop_thread)  # pyright: ignore[reportPrivateUsage]
+            while frame is not None and frame.f_code is not events.Handle._run.__code__:  # pyright: ignore[reportPrivateUsage]
+                frame = frame.f_back
+            if frame is not callback or frame is None:
+                self._note(perf_counter() - since, seen)
+                callback, since = frame, perf_counter()
+                seen.clear()
+            if frame is not None:
+                seen[place_in(lines_of(innermost))] += 1
+
+    def _note(self, seconds: float, seen: Counter[str]) -> None:
+        """Record the end of a callback that took `seconds`. `seen` counts the samples at each line."""
+        if seen and seconds >= BLOCK_S and is_users(place := seen.most_common(1)[0][0]):
+            self.places.setdefault(place, []).append(seconds)

@@ -1,0 +1,178 @@
+"""Check `training` of `flash check-env`: `flash train` trains a tiny model on the environment for some minutes.
+
+The run is a process of its own, in a temporary folder. It is ended after `TRAINED_S` seconds of training, and its
+evaluations so far show if the model has improved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+from anyio.abc import Process
+
+from flash.config.check import WARM_START_METHODS
+from flash.config.learning import TrainConfig
+from flash.config.load import dump
+from flash.config.objects import own_folders
+from flash.config.tree import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TinyModelConfig,
+)
+from flash.environment.calls import typed_errors
+from flash.environment.interface import WarmStart
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.stats import Interval, difference
+from flash.run.checks.doctor import Finding
+
+if TYPE_CHECKING:
+    from flash.run.checks.env.trial import Trial
+
+TRAINED_S = 180.0
+"""Longest time of the training in seconds, counted from the first evaluation."""
+LEAST_S = 90.0
+"""Time in seconds below which nothing is trained: the model must be made, and the engine must start."""
+END_S = 20.0
+"""Seconds in which an interrupted run must end."""
+STEPS, EVERY = 400, 20
+"""Largest number of steps, and number of steps between two evaluations."""
+SAMPLED = 200
+"""Number of solved examples whose lengths give the limits of the run."""
+
+
+async def train_tiny(trial: Trial) -> Finding:
+    """Train a tiny model with solved examples of the environment, and compare the first evaluation with the last."""
+    seconds = 2 * (trial.until - perf_counter()) - END_S
+    made = trial.made()
+    if not isinstance(made, WarmStart):
+        needed = " and ".join(f"`{name}`" for name in WARM_START_METHODS)
+        return Finding(
+            "skipped", "the class has no solved examples for a tiny model", f"define {needed} to have it tried"
+        )
+    if seconds < LEAST_S:
+        return Finding("skipped", f"{max(0.0, seconds):.0f} s are left for it", "allow more with --minutes")
+    with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
+        config = config_of(trial.config, made, Path(folder))
+        file, log = Path(folder) / "run.toml", Path(folder) / "output.txt"
+        file.write_text(dump(config), encoding="utf-8")
+        ended = "it was ended"
+        evaluations: list[Interval] = []
+        start, trained_at = perf_counter(), None
+        async with _training(file, log) as process:
+            while perf_counter() < start + seconds and (trained_at is None or perf_counter() < trained_at + TRAINED_S):
+                await anyio.sleep(1)
+                evaluations = _evaluations(config.run_dir)
+                trained_at = trained_at or (perf_counter() if evaluations else None)
+                if process.returncode is not None:
+                    ended = f"it ended with exit code {process.returncode}"
+                    break
+        evaluations = _evaluations(config.run_dir)
+        return judged(evaluations, f"{ended} after {perf_counter() - start:.0f} s", _last_line(log))
+
+
+def judged(evaluations: Sequence[Interval], end: str, last_line: str) -> Finding:
+    """Return the finding about the evaluations of a training.
+
+    Args:
+        evaluations: mean rewards of held-out problems with their intervals, the first before training.
+        end: phrase for the end of the run.
+        last_line: last line of the output of the run, which says why it has no evaluations.
+    """
+    if len(evaluations) < 2:
+        return Finding("warning", f"no second evaluation: {end}; last line: {last_line}", "allow more with --minutes")
+    first, last = evaluations[0], evaluations[-1]
+    gain = difference(first, last)
+    text = f"held-out reward {_interval(first)} before training, and {_interval(last)} after it; {end}"
+    if gain.low > 0:
+        return Finding("pass", text)
+    return Finding("warning", f"no gain seen: {text}", "a longer run may learn, or the rewards may be too rare")
+
+
+def config_of(config: Config, made: WarmStart, folder: Path) -> Config:
+    """Return the configuration of the training, whose model and run lie in `folder`.
+
+    Args:
+        config: configuration with the environment.
+        made: object of the environment, which gives solved examples.
+        folder: temporary folder.
+    """
+    with typed_errors("solved_examples"):
+        games = [(example, *example.later) for example in made.solved_examples(SAMPLED, 0)]
+    longest = 2 + 2 * max(len(turn.answer) for game in games for turn in game)
+    turns = min(config.rollout.max_turns, 2 * max(map(len, games)))
+    # One token is one character. Games of a model that is not perfect are longer than solved ones.
+    tokens = max(sum(len(turn.prompt) + longest for turn in game) * turns // len(game) for game in games)
+    return Config(
+        run=RunConfig("check-env", output_dir=str(folder), steps=STEPS),
+        model=ModelConfig(str(folder / "model"), dtype="float32", max_length=max(32, tokens + 8)),
+        env=msgspec.structs.replace(config.env, folders=[*config.env.folders, *own_folders()]),
+        tiny_model=config.tiny_model or TinyModelConfig(layers=2, width=64),
+        rollout=RolloutConfig(max_new_tokens=longest, max_turns=turns),
+        engine=EngineConfig(max_sequences=128, enforce_eager=True, kv_cache_gib=0.5),
+        train=TrainConfig(batch_size=128, learning_rate=6e-4, warmup_steps=10),
+        eval=EvalConfig(every=EVERY, problems=256),
+        checkpoint=CheckpointConfig(every=STEPS, export=False),
+        cluster=ClusterConfig(gpus_per_node=0),
+        deadlines=config.deadlines,
+    )
+
+
+@asynccontextmanager
+async def _training(file: Path, log: Path) -> AsyncGenerator[Process]:
+    """Run `flash train` on a configuration while the block runs, and interrupt it at the end of the block.
+
+    Args:
+        file: configuration.
+        log: file that gets the output.
+    """
+    with log.open("wb") as output:
+        process = await anyio.open_process(
+            [sys.executable, "-m", "flash", "train", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        with anyio.move_on_after(END_S, shield=True):
+            await process.wait()
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _evaluations(run_dir: Path) -> list[Interval]:
+    """Return the evaluations of a run so far."""
+    directory = RunDirectory(run_dir)
+    rows = directory.read_evaluations() if directory.evals.is_file() else []
+    return [Interval(row["mean_reward"], row["low"], row["high"]) for row in rows if "low" in row]
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of an output that is not empty."""
+    return next(reversed(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()), "no output")
+
+
+def _interval(one: Interval) -> str:
+    """Return a mean with its 95 % interval, in words."""
+    return f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"

@@ -1,0 +1,101 @@
+"""`flash check-env`: the environment that is named, the output, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.cli.check_env import named_environment
+from flash.cli.main import main
+from flash.errors import ConfigError
+from flash.run.checks.env.checks import CHECKS
+from tests.forked_command import run_forked
+
+MODULE = """
+import time
+
+class Wrong:
+    def __init__(self, length: int = 1):
+        pass
+    async def reset(self, seed):
+        print("from the environment")
+        return "1+1=", {}
+    async def step(self, action):
+        return "", "no number", True, False, {}
+    async def close(self):
+        pass
+
+class Stuck(Wrong):
+    async def reset(self, seed):
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "checked_env.py").write_text(MODULE)
+    (tmp_path / "run.toml").write_text('env = { path = "checked_env:Wrong", options = { length = 3 } }')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_an_environment_without_a_fault_gives_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check-env", "envs.arithmetic:Arithmetic", "--option", "digits=3", "--no-training", "--minutes", "0.5"]
+    assert main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    checked = [line[12:].partition("  ")[0] for line in lines if not line.startswith(" ")]
+    assert checked == [name for name in CHECKS if name != "training"]
+    assert last.startswith("0 failures, ")
+
+
+@pytest.mark.parametrize("words", [["run.toml"], ["checked_env:Wrong", "env.options.length=2"]])
+def test_a_failure_gives_exit_code_1_and_the_same_as_json(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-env", *words, "--json"]) == 1
+    said = capsys.readouterr()
+    (finding,) = json.loads(said.out)
+    assert (finding["check"], finding["state"]) == ("interface", "failure")
+    assert "the reward must be a finite number, but is 'no number'" in finding["text"]
+    assert "from the environment" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checked_env:Right"], "`checked_env` has no `Right`"),
+        (["checked_env:Wrong", "--option", "width=3"], "Wrong has no such option"),
+        (["checked_env:Wrong", "--option", "width"], "--option: expected KEY=VALUE, got width"),
+        (["checked_env:Wrong", "--minutes", "0"], "--minutes: expected a positive number of minutes, got 0"),
+        (["checked_env:Wrong", "checked_env:Stuck"], "expected one environment, as module:Class or as env.path"),
+        (["rollout.max_turns=3"], "expected one environment, as module:Class or as env.path in a configuration"),
+        (["missing.toml"], "missing.toml"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(
+    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-env", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
+
+
+def test_options_and_settings_are_those_of_the_configuration_and_of_the_command(folder: Path) -> None:
+    assert named_environment(["run.toml"], []).env.options == {"length": 3}
+    config = named_environment(["run.toml", "checked_env:Stuck", "rollout.max_turns=3"], ["length=4"])
+    assert (config.env.path, config.env.options, config.rollout.max_turns) == ("checked_env:Stuck", {"length": 4}, 3)
+    with pytest.raises(ConfigError, match="length"):
+        named_environment(["run.toml"], ["length=many"])
+
+
+def test_code_that_never_ends_is_named_and_ends_the_command(folder: Path) -> None:
+    words = ("-m", "flash", "check-env", "checked_env:Stuck", "--minutes", "0.05", "--json")
+    code, said = run_forked(words, folder / "output.txt", folder=folder, seconds=60)
+    assert code == 1
+    assert "did not end; " in said
+    assert "checked_env.py:17 blocked the event loop" in said

@@ -1,0 +1,583 @@
+"""Checks of `flash check-env`: each finds the environment that has exactly its fault, and passes one that has none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import threading
+import time
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.environment import SolvedExample, is_held_out, sharing
+from flash.observe.stats import Interval
+from flash.run.checks.doctor import Finding
+from flash.run.checks.env import checks
+from flash.run.checks.env.training import config_of, judged
+from flash.run.checks.env.trial import Trial
+from flash.run.loop_watch import run_watched
+
+LEFT: list[Any] = []
+"""What faulty environments leave behind. Each test empties it."""
+
+
+class Good:
+    """Asks for the sum of two numbers, and has no fault."""
+
+    def __init__(self) -> None:
+        self.answer = ""
+
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        one = 2 * rng.randrange(10_000) + held_out
+        return f"Add {one} to 5000: ", str(one + 5000)
+
+    async def reset(self, seed: int) -> Any:
+        shown, self.answer = self.draw(random.Random(seed), is_held_out(seed))
+        await anyio.lowlevel.checkpoint()
+        return shown, {}
+
+    async def step(self, action: str) -> Any:
+        await anyio.lowlevel.checkpoint()
+        return "", float(action.strip() == self.answer), True, False, {}
+
+    async def close(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    @classmethod
+    def solution_of(cls, seed: int) -> str | None:
+        return cls().draw(random.Random(seed), is_held_out(seed))[1]
+
+
+def make_config(env: type[object], **deadlines: float) -> Config:
+    tree = {
+        "run": {"name": "test"},
+        "model": {"path": "none"},
+        "env": {"path": f"{__name__}:{env.__name__}"},
+        "cluster": {"gpus_per_node": 0},
+        "rollout": {"max_turns": 8},
+        "deadlines": deadlines,
+    }
+    return msgspec.convert(tree, Config)
+
+
+def found(check: checks.Check, env: type[object], seconds: float = 5.0, **deadlines: float) -> Finding:
+    """Return the finding of one check about an environment."""
+
+    async def main() -> Finding:
+        async with sharing("test"):
+            trial = Trial(make_config(env, **deadlines))
+            trial.until = perf_counter() + seconds
+            return await check(trial)
+
+    try:
+        return run_watched(lambda message: None, main)
+    finally:
+        for one in LEFT:
+            if isinstance(one, subprocess.Popen):
+                one.kill()
+                one.wait()
+            elif isinstance(one, threading.Event):
+                one.set()
+            elif hasattr(one, "close"):
+                one.close()
+        LEFT.clear()
+
+
+@pytest.mark.parametrize("check", [check for name, (check, _) in checks.CHECKS.items() if name != "training"])
+def test_an_environment_without_a_fault_passes_each_check(check: checks.Check) -> None:
+    finding = found(check, Good)
+    assert finding.state == "pass", finding
+
+
+# -- interface and problems --------------------------------------------------------------------------------------------
+
+
+class NoReward(Good):
+    async def step(self, action: str) -> Any:
+        return "", None, True, False, {}
+
+
+class NotMade(Good):
+    def __init__(self) -> None:
+        raise ValueError("no such game")
+
+
+class Hangs(Good):
+    async def reset(self, seed: int) -> Any:
+        await anyio.sleep(60)
+
+
+def test_an_error_of_the_interface_has_the_words_of_the_dry_run() -> None:
+    finding = found(checks.interface, NoReward)
+    assert finding.state == "failure"
+    assert finding.text.startswith("reward_error: environment step (seed 0): the reward must be a finite number")
+    assert "NoReward.step (" in finding.text
+    assert (
+        "env_error: environment start (seed 0) raised ValueError: no such game" in found(checks.interface, NotMade).text
+    )
+    late = found(checks.interface, Hangs, env_reset=0.1)
+    assert late.text.startswith("env_timeout: environment reset (seed 0) took longer than 0.1 s, at ")
+
+
+def test_nothing_else_is_checked_after_an_error_of_the_interface() -> None:
+    reported: list[Finding] = []
+    run_watched(lambda message: None, checks.examine_environment, make_config(NoReward), 60.0, reported.append)
+    assert [(one.check, one.state) for one in reported] == [("interface", "failure")]
+
+
+class Shared(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return super().draw(rng, held_out=False)
+
+
+class OneProblem(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"Say {'no' if held_out else 'yes'}: ", "no" if held_out else "yes"
+
+
+class HiddenNumber(Good):
+    """Shows the same prompt for each problem, of which later turns tell more."""
+
+    async def reset(self, seed: int) -> Any:
+        self.turns = 0
+        return "Guess my number: ", {}
+
+    async def step(self, action: str) -> Any:
+        self.turns += 1
+        return "It is larger: ", 0.0, self.turns == 2, False, {}
+
+
+async def play_and_compare(trial: Trial) -> Finding:
+    """Make the check of problems, as it is made after that of the interface."""
+    await checks.interface(trial)
+    return await checks.problems(trial)
+
+
+def test_a_game_that_shows_its_problems_only_in_later_turns_gets_a_warning() -> None:
+    finding = found(play_and_compare, HiddenNumber)
+    assert finding.state == "warning"
+    assert "1 prompt, and 1 of these are in both" in finding.text
+
+
+def test_held_out_problems_that_are_trained_and_problems_that_are_all_alike_are_named() -> None:
+    finding = found(checks.problems, Shared)
+    assert finding.state == "failure"
+    assert "of these are in both, such as 'Add " in finding.text
+    finding = found(checks.problems, OneProblem)
+    assert finding.state == "warning"
+    assert "300 training seeds show 1 prompt," in finding.text
+
+
+# -- determinism -------------------------------------------------------------------------------------------------------
+
+
+class OtherEachTime(Good):
+    async def reset(self, seed: int) -> Any:
+        return await super().reset(random.randrange(1_000_000))
+
+
+class SharedGenerator(Good):
+    async def reset(self, seed: int) -> Any:
+        random.seed(seed)
+        await anyio.sleep(0.001)
+        return f"Say {random.random()}: ", {}
+
+
+class Hashed(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"Say {hash(str(rng.random()))}: ", "x"
+
+
+class NoisyReward(Good):
+    async def step(self, action: str) -> Any:
+        return "", random.random(), True, False, {}
+
+
+class SlipsAnyhow(Good):
+    async def step(self, action: str) -> Any:
+        self.turns = getattr(self, "turns", 0) + 1
+        return f"{random.random()} ", 0.0, self.turns == 3, False, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "state", "said"),
+    [
+        (OtherEachTime, "failure", ", and again 'Add "),
+        (SharedGenerator, "failure", "and beside other episodes 'Say "),
+        (Hashed, "failure", "and in another process 'Say "),
+        (NoisyReward, "warning", "the same answers to seed 0 get reward "),
+        (SlipsAnyhow, "warning", "lead to other observations again, after turn 1"),
+    ],
+)
+def test_problems_and_rewards_that_change_are_named(env: type[object], state: str, said: str) -> None:
+    finding = found(checks.determinism, env)
+    assert finding.state == state
+    assert said in finding.text
+    assert finding.advice
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+class RaisesOnWords(Good):
+    async def step(self, action: str) -> Any:
+        return "", float(int(action) == int(self.answer)), True, False, {}
+
+
+class GivesInfinity(Good):
+    async def step(self, action: str) -> Any:
+        return "", float("inf") if action == "inf" else 0.0, True, False, {}
+
+
+def test_an_answer_that_raises_or_gives_no_number_is_named_with_the_type_of_its_failure() -> None:
+    finding = found(checks.failures, RaisesOnWords)
+    assert finding.state == "failure"
+    assert "(env_error 22), as with the answer '': environment step 1 (seed 0) raised ValueError: " in finding.text
+    finding = found(checks.failures, GivesInfinity)
+    assert finding.text.startswith("1 of 24 episodes, also with strange answers, failed (reward_error 1), as with the ")
+    assert "answer 'inf': environment step (seed 8): the reward must be a finite number" in finding.text
+
+
+class NeverRewards(Good):
+    async def step(self, action: str) -> Any:
+        return "", float(action == "so be it"), True, False, {}
+
+
+class RewardsAnything(Good):
+    async def step(self, action: str) -> Any:
+        return "", 1.0, True, False, {}
+
+
+def test_known_answers_without_a_reward_and_rewards_for_anything_are_named() -> None:
+    finding = found(checks.rewards, NeverRewards)
+    assert (finding.state, finding.text.partition(";")[0]) == ("failure", "0 to 0, 100% zeros, noise 0")
+    assert "no known answer gets a reward" in finding.advice
+    finding = found(checks.rewards, RewardsAnything)
+    assert finding.state == "warning"
+    assert "mean of empty answers 1, random answers 1, known answers 1" in finding.text
+
+
+class Contains(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        one = rng.randrange(100)
+        return f"What is {one} + 0 + {held_out:d} · 1000?", str(one + 1000 * held_out)
+
+    async def step(self, action: str) -> Any:
+        return "", float(self.answer in action), True, False, {}
+
+
+class RewardsForm(Good):
+    async def step(self, action: str) -> Any:
+        return "", 0.25 * ("\\boxed{" in action) + (self.answer in action.split()), True, False, {}
+
+
+class RewardsSilence(Good):
+    async def step(self, action: str) -> Any:
+        return "", float(not action or action == self.answer), True, False, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "state", "said"),
+    [
+        (
+            Contains,
+            "failure",
+            "an echo of the prompt gets most of 13 shortcuts: 1 on average, where known answers get 1",
+        ),
+        (RewardsForm, "warning", "the form '\\\\boxed{}' gets most of 13 shortcuts: 0.25 on average"),
+        (RewardsSilence, "failure", "an empty answer gets most of 13 shortcuts: 1 on average"),
+    ],
+)
+def test_a_reward_without_an_answer_is_named(env: type[object], state: str, said: str) -> None:
+    finding = found(checks.shortcuts, env)
+    assert (finding.state, finding.text.startswith(said)) == (state, True), finding
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class Slow(Good):
+    async def step(self, action: str) -> Any:
+        await anyio.sleep(0.2)
+        return await super().step(action)
+
+
+class Blocks(Good):
+    async def step(self, action: str) -> Any:
+        time.sleep(0.15)  # noqa: ASYNC251 - this is the fault
+        return await super().step(action)
+
+
+def test_slow_calls_are_measured_and_calls_that_block_the_event_loop_are_named() -> None:
+    finding = found(checks.speed, Slow, 1.0)
+    assert finding.state == "pass"
+    assert float(finding.text.partition("step ")[2].partition(" ms")[0]) >= 200
+    assert found(checks.speed, Slow, 1.0, env_step=0.6).state == "warning"
+    finding = found(checks.event_loop, Blocks, 1.0)
+    line = Blocks.step.__code__.co_firstlineno + 1
+    assert finding.state == "failure"
+    assert finding.text.startswith(f"{__file__}:{line} blocked it ")
+
+
+# -- resources ---------------------------------------------------------------------------------------------------------
+
+
+class LeaksFiles(Good):
+    async def reset(self, seed: int) -> Any:
+        LEFT.append(open(__file__))  # noqa: SIM115, ASYNC230 - this is the fault
+        return await super().reset(seed)
+
+
+class LeaksTasks(Good):
+    async def reset(self, seed: int) -> Any:
+        self.background = asyncio.create_task(asyncio.sleep(1000))
+        return await super().reset(seed)
+
+
+class LeaksThreads(Good):
+    async def reset(self, seed: int) -> Any:
+        LEFT.append(event := threading.Event())
+        threading.Thread(target=event.wait, daemon=True, name="mine").start()
+        return await super().reset(seed)
+
+
+class LeaksProcesses(Good):
+    async def close(self) -> None:
+        if len(LEFT) < 200:
+            LEFT.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220 - this is the fault
+
+
+class LeaksMemory(Good):
+    async def reset(self, seed: int) -> Any:
+        LEFT.append(bytearray(b"x") * 100_000)
+        return await super().reset(seed)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (LeaksFiles, f"open files ({__file__})"),
+        (LeaksTasks, "tasks ("),
+        (LeaksThreads, "threads (mine)"),
+        (LeaksProcesses, "child processes (sleep)"),
+    ],
+)
+def test_what_an_episode_leaves_behind_is_counted_and_named(env: type[object], said: str) -> None:
+    finding = found(checks.leaks, env, 0.4)
+    assert finding.state == "failure"
+    assert said in finding.text
+
+
+def test_memory_that_grows_with_each_episode_is_a_warning() -> None:
+    finding = found(checks.leaks, LeaksMemory, 10)
+    assert finding.state == "warning"
+    assert 90 < float(finding.text.partition("grew by ")[2].partition(" kB")[0]) < 120
+
+
+class CancelledLeaksFile(Good):
+    async def step(self, action: str) -> Any:
+        file = open(__file__)  # noqa: SIM115, ASYNC230 - this is the fault
+        LEFT.append(file)
+        await anyio.sleep(0.001)
+        file.close()
+        return await super().step(action)
+
+
+class CancelledLeaksTask(Good):
+    async def reset(self, seed: int) -> Any:
+        self.ready = asyncio.create_task(asyncio.sleep(5))
+        await asyncio.wait([self.ready], timeout=0.001)
+        return await super().reset(seed)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.ready.cancel()
+
+
+class Swallows(Good):
+    async def step(self, action: str) -> Any:
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            return "", 0.0, True, False, {}
+        return await super().step(action)
+
+
+class CleansUp(Good):
+    """Releases in `close` and in `finally` what it holds, also with awaits that are shielded."""
+
+    async def reset(self, seed: int) -> Any:
+        self.file = open(__file__)  # noqa: SIM115, ASYNC230
+        self.process = await asyncio.create_subprocess_exec("sleep", "1000")
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Any:
+        task = asyncio.create_task(asyncio.sleep(1000))
+        try:
+            await asyncio.sleep(0.001)
+            return await super().step(action)
+        finally:
+            task.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        self.file.close()
+        if hasattr(self, "process"):
+            self.process.kill()
+            with anyio.CancelScope(shield=True):
+                await self.process.wait()
+
+
+class Shielded(Good):
+    """Waits in `close` for the end of its background work, which no cancellation interrupts."""
+
+    async def reset(self, seed: int) -> Any:
+        self.over = anyio.Event()
+        return await super().reset(seed)
+
+    async def close(self) -> None:
+        asyncio.get_running_loop().call_later(0.01, self.over.set)
+        with anyio.move_on_after(5, shield=True):
+            await self.over.wait()
+
+
+@pytest.mark.parametrize(
+    ("env", "where", "said"),
+    [
+        (CancelledLeaksFile, "after `step` was cancelled at ", f"there is more than before: 1 open file ({__file__})"),
+        (CancelledLeaksTask, "after `close` was cancelled at ", "there is more than before: 1 task ("),
+        (Swallows, "`step` was cancelled at ", ", and went on"),
+    ],
+)
+def test_a_cancellation_that_leaves_something_or_is_swallowed_is_named(
+    env: type[object], where: str, said: str
+) -> None:
+    finding = found(checks.cancellation, env, 20)
+    assert finding.state == "failure"
+    assert finding.text.startswith(f"{where}{__file__}:")
+    assert said in finding.text
+
+
+@pytest.mark.parametrize("env", [CleansUp, Shielded])
+def test_an_environment_that_cleans_up_may_be_cancelled_at_each_await(env: type[object]) -> None:
+    finding = found(checks.cancellation, env, 20)
+    assert finding.state == "pass", finding
+
+
+class Blocking:
+    """Is as `Good`, with methods that block."""
+
+    def __init__(self) -> None:
+        self.good = Good()
+
+    def reset(self, seed: int) -> Any:
+        time.sleep(0.001)
+        shown, self.good.answer = self.good.draw(random.Random(seed), is_held_out(seed))
+        return shown, {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.001)
+        return "", float(action.strip() == self.good.answer), True, False, {}
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("check", [checks.determinism, checks.event_loop, checks.leaks, checks.cancellation])
+def test_an_environment_whose_methods_block_passes_in_threads(check: checks.Check) -> None:
+    finding = found(check, Blocking)
+    assert finding.state == "pass", finding
+
+
+# -- known answers and training ----------------------------------------------------------------------------------------
+
+
+class Taught:
+    """Shows the problem of a solved example with the same seed, in two turns."""
+
+    async def reset(self, seed: int) -> Any:
+        self.word, self.turn = f"{seed % 100:02}", 0
+        return f"first of {self.word}: ", {}
+
+    async def step(self, action: str) -> Any:
+        right = action == self.word[self.turn]
+        self.turn += 1
+        return "second: ", float(right), self.turn == 2, False, {}
+
+    async def close(self) -> None: ...
+
+    def alphabet(self) -> str:
+        return "0123456789 :firstofsecond"
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        words = [f"{(seed + number) % 100:02}" for number in range(count)]
+        return [SolvedExample(f"first of {w}: ", w[0], (SolvedExample("second: ", w[1]),)) for w in words]
+
+
+def test_solved_examples_are_known_answers_also_of_several_turns() -> None:
+    finding = found(checks.rewards, Taught)
+    assert finding.text.endswith("known answers 2")
+
+
+class TaughtInAChat(Taught):
+    async def reset(self, seed: int) -> Any:
+        shown, info = await super().reset(seed)
+        return [{"role": "user", "content": shown}], info
+
+    async def step(self, action: str) -> Any:
+        shown, *rest = await super().step(action)
+        return [{"role": "user", "content": shown}], *rest
+
+
+def test_solved_examples_are_also_known_for_prompts_in_a_chat() -> None:
+    assert found(checks.rewards, TaughtInAChat).text.endswith("known answers 2")
+
+
+def test_a_run_for_a_tiny_model_has_room_for_all_turns(tmp_path: Path) -> None:
+    config = config_of(make_config(Taught), Taught(), tmp_path)
+    assert config.rollout.max_turns == 4
+    assert config.rollout.max_new_tokens == 4
+    assert config.model.max_length >= 2 * len("first of 00: 4444second: 4444")
+    assert config.tiny_model is not None
+
+
+def test_a_gain_is_a_pass_and_none_is_a_warning() -> None:
+    before, after = Interval(0.2, 0.15, 0.25), Interval(0.6, 0.5, 0.7)
+    assert judged([before, after], "it was ended after 9 s", "").state == "pass"
+    finding = judged([before, before], "it was ended after 9 s", "")
+    assert (finding.state, finding.text.startswith("no gain seen: held-out reward 0.200 (0.150 to 0.250)")) == (
+        "warning",
+        True,
+    )
+    assert "no second evaluation" in judged([before], "it ended with exit code 1 after 9 s", "flash: error: x").text
+    assert found(checks.training, Good).state == "skipped"
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+class Forever(Good):
+    async def reset(self, seed: int) -> Any:
+        if seed == 7:
+            await anyio.sleep(1000)
+        return await super().reset(seed)
+
+
+def test_a_check_without_a_result_in_its_time_is_a_warning_and_the_others_go_on() -> None:
+    reported: list[Finding] = []
+    some = {"problems": (checks.problems, 1.0), "speed": (checks.speed, 1.0), "interface": (checks.interface, 8.0)}
+    run_watched(lambda message: None, checks.examine_environment, make_config(Forever), 3.0, reported.append, some)
+    assert [(one.check, one.state) for one in reported] == [
+        ("problems", "warning"),
+        ("speed", "warning"),
+        ("interface", "pass"),
+    ]
+    assert reported[0].text == "no result within 1 s"
