@@ -150,3 +150,13 @@ def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides: Overri
     assert (
         load([example], [*overrides(example), train[3].replace("$(POD_IP)", "10.0.0.1")]).cluster.hub_host == "10.0.0.1"
     )
+
+
+def test_the_workflow_that_checks_an_environment_has_steps_with_valid_commands() -> None:
+    workflow = yaml.safe_load((FOLDER / "check-env.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert all(("uses" in step) != ("run" in step) for step in job["steps"])
+    commands = [line for step in job["steps"] for line in step.get("run", "").splitlines() if line.startswith("flash ")]
+    (arguments,) = (parse(command.split()[1:]) for command in commands)
+    assert (arguments.command, arguments.no_training) == ("check-env", True)
+    assert job["timeout-minutes"] > arguments.minutes
