@@ -259,6 +259,17 @@ class RemainingRoom(Protocol):
         """
         ...
 
+    async def count(self, expected: Expected) -> int:
+        """Return the number of tokens of the prompt that the response to an observation would have. Changes nothing.
+
+        Only the fields of `expected` about the observation and its place are used. An observation that is certainly
+        too large is not rendered; the result is then a lower bound that exceeds `model.max_length`.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        ...
+
 
 class NextObservation(Protocol):
     """The part of `EpisodeView` with settings of the next observation, and announcements of later ones."""

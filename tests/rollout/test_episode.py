@@ -7,7 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flash.environment import EpisodeView, Said, wrap
-from flash.environment.interface import Spoken
+from flash.environment.interface import Expected, Spoken
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.episode import (
@@ -747,6 +747,59 @@ class Blocked(CharTokenizer):
     def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         self.released.wait()
         return super().follow(observation, end, tools)
+
+
+class CountsPrompts(Env):
+    """Counts the tokens of prompts, without showing them, after each response."""
+
+    def __init__(self, *results: Any, observation: str = "more") -> None:
+        super().__init__(*results)
+        self.observation = observation
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.episode = episode
+        self.counts: list[list[int]] = []
+
+    async def step(self, action: str) -> Any:
+        result = await super().step(action)
+        places = range(len(self.counts) + 2)
+        self.counts.append([await self.episode.count(Expected("", self.observation, 0, place)) for place in places])
+        return result
+
+
+def test_prompts_are_counted_at_each_place_of_a_branch_and_nothing_is_shown() -> None:
+    env = CountsPrompts(go("on"), end(1.0))
+    played = succeed(env, Script(say("a"), say("b")))
+    assert "".join(map(chr, played.tokens())).replace("\0", "0") == "starta0|onb0"
+    assert env.counts == [[len("more"), len("starta0|more")], [4, len("starta0|more"), len("starta0|onb0|more")]]
+    assert len(played.branches) == 1
+
+
+@pytest.mark.parametrize(("letters", "count"), [(100, LARGE_LETTERS + 100), (100 * LARGE_LETTERS, None)])
+def test_a_large_prompt_is_counted_in_a_thread_and_one_that_is_far_too_large_is_not_rendered(
+    letters: int, count: int | None
+) -> None:
+    class Slow(CharTokenizer):
+        slow = True
+        threads: ClassVar[list[int]] = []
+
+        def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+            if len(observation) >= LARGE_LETTERS:
+                self.threads.append(threading.get_ident())
+            return super().render(observation, tools)
+
+    env = CountsPrompts(end(1.0), observation="x" * (LARGE_LETTERS + letters))
+    settings = msgspec.structs.replace(SETTINGS, max_length=LARGE_LETTERS, max_tokens=2 * LARGE_LETTERS)
+    player = EpisodePlayer(lambda kind: env, Slow(), Script(say("a")), settings, Phases(), now=lambda: 0.0)
+    assert isinstance(anyio.run(player.play, LEASE, EpisodeProgress()), Trajectory)
+    first = env.counts[0][0]
+    if count is None:
+        assert LARGE_LETTERS < first < letters
+        assert not Slow.threads
+    else:
+        assert first == count
+        assert Slow.threads
+        assert threading.get_ident() not in Slow.threads
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class ResponsesAhead:
         if min_tokens(expected.observation, expected.tools, 1) > transcript.limits.max_length:
             return
         with suppress(EnvError):  # the error is raised again when the observation is shown
-            self._request(expected, *self._prompt(expected))
+            self._request(expected, *prompt_of(expected, transcript))
 
     async def _expect_large(self, expected: Expected) -> None:
         """Render a large observation in a thread, then request the response.
@@ -123,7 +123,7 @@ class ResponsesAhead:
             if expected.name not in self._to_render:
                 return
             with suppress(EnvError):  # the error is raised again when the observation is shown
-                prompt, format = await run_in_thread(lambda: self._prompt(expected))
+                prompt, format = await run_in_thread(lambda: prompt_of(expected, self._transcript))
                 # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept in the
                 # transcript.
                 if responses := expected.responses:
@@ -141,26 +141,6 @@ class ResponsesAhead:
         # The episode itself waits for one response, which is also in progress but not in `_responses`.
         under_way = len(self._responses) + 1
         return min(self._transcript.turns_left, self._transcript.branches_left) > under_way
-
-    def _prompt(self, expected: Expected) -> tuple[list[int], BranchFormat]:
-        """Return the prompt of the expected response, and the format of its branch. May run in a thread.
-
-        The prompt has the tokens up to the place that the observation follows, and the tokens of the observation. The
-        transcript will have exactly these tokens if the episode reaches the observation.
-
-        Raises:
-            EnvError: the observation cannot be shown.
-        """
-        transcript, observation, tools = self._transcript, expected.observation, expected.tools
-        if not expected.responses:
-            if tools:
-                transcript.tokenizer.check_reads_calls()
-            tokenizer = transcript.tokenizer.with_arguments(expected.template)
-            format = BranchFormat(not isinstance(observation, str), tokenizer, list(tools))
-            return tokenizer.render(observation, tools), format
-        branch = transcript.branches[expected.branch]
-        shown = transcript.follow(branch, expected.responses, observation)
-        return branch.tokens[: branch.ends[expected.responses - 1].position] + shown, branch.format
 
     def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
         """Start to sample the response to an expected observation with this prompt, if the limits allow it.
@@ -231,3 +211,24 @@ class ResponsesAhead:
         tokens = sum(response.tokens for response in self._responses)
         self._responses.clear()
         return tokens
+
+
+def prompt_of(expected: Expected, transcript: Transcript) -> tuple[list[int], BranchFormat]:
+    """Return the prompt of the response to an expected observation, and the format of its branch. May run in a thread.
+
+    The prompt has the tokens up to the place that the observation follows, and the tokens of the observation. The
+    transcript will have exactly these tokens if the episode reaches the observation.
+
+    Raises:
+        EnvError: the observation cannot be shown.
+    """
+    observation, tools = expected.observation, expected.tools
+    if not expected.responses:
+        if tools:
+            transcript.tokenizer.check_reads_calls()
+        tokenizer = transcript.tokenizer.with_arguments(expected.template)
+        format = BranchFormat(not isinstance(observation, str), tokenizer, list(tools))
+        return tokenizer.render(observation, tools), format
+    branch = transcript.branches[expected.branch]
+    shown = transcript.follow(branch, expected.responses, observation)
+    return branch.tokens[: branch.ends[expected.responses - 1].position] + shown, branch.format

@@ -196,7 +196,7 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits, rendering: anyio.Lock | None = None) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._rendering = rendering or anyio.Lock()
+        self.rendering = rendering or anyio.Lock()
         self._new_format = BranchFormat(chat=False, tokenizer=tokenizer)
         """Format of the next branch that copies no tokens, and of branch 0 until its first observation is added. A
         branch that copies tokens keeps the format of the original branch."""
@@ -333,7 +333,7 @@ class Transcript:
         tools = () if self._responses else self._new_format.tools
         if not self.needs_thread(observation, tools) or self._min_tokens(observation) > self.tokens_left():
             return
-        async with self._rendering:
+        async with self.rendering:
             # The observation may have been rendered ahead, but perhaps for another place or with another content.
             expected, tokens = self.rendered_ahead.pop(self.options.name, (None, list[int]()))
             place = (self.branch, self._responses, observation)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flash.environment.interface import Expected, Said, Spoken
-from flash.rollout.episode.ahead import ResponsesAhead
-from flash.rollout.episode.transcript import Branch, Transcript
+from flash.rollout.episode.ahead import ResponsesAhead, prompt_of
+from flash.rollout.episode.transcript import Branch, Transcript, min_tokens, run_in_thread
 from flash.sampling import Sampling
 from flash.types import Observation, Piece, Span, Tool
 
@@ -112,6 +112,28 @@ class TranscriptView:
             EnvError: the observation cannot be shown.
         """
         return self._transcript.room(observation)
+
+    async def count(self, expected: Expected) -> int:
+        """Return the number of tokens of the prompt that the response to an observation would have.
+
+        A thread renders a large observation. An observation that is certainly too large is not rendered, because that
+        could take seconds. The result is then a lower bound that exceeds the limit of a branch.
+
+        Raises:
+            EnvError: the observation cannot be shown.
+        """
+        transcript, observation = self._transcript, expected.observation
+        tools = () if expected.responses else expected.tools
+        if not transcript.needs_thread(observation, tools):
+            return len(prompt_of(expected, transcript)[0])
+        ends = transcript.branches[expected.branch].ends
+        before = ends[expected.responses - 1].position if expected.responses else 0
+        least = before + min_tokens(observation, tools, transcript.tokenizer.min_message_tokens)
+        if least > transcript.limits.max_length:
+            return least
+        async with transcript.rendering:
+            prompt, _ = await run_in_thread(lambda: prompt_of(expected, transcript))
+        return len(prompt)
 
     # -- the next observation ----------------------------------------------------------------------------------------
 
