@@ -1,4 +1,4 @@
-"""Agent: an environment in which a foreign program, the agent, calls the policy through an OpenAI-compatible endpoint.
+"""Agent: an environment in which a foreign program, the agent, calls the policy through the API of OpenAI or Anthropic.
 
 The roles are inverted. The agent's first request is the observation of `reset`. The policy's response is the action,
 and it answers that request. The messages that the agent appends for its next request are the observation of the step.
@@ -56,10 +56,11 @@ from flash.errors import ConfigError, EnvError
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
 from flash.service.app import make_app
-from flash.service.chat import PolicyAnswer
+from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.fields import ApiError, before_stop
+from flash.service.history import Continuation
 from flash.service.sessions import EpisodeSession, EpisodeSessions, PendingCall
-from flash.service.tools import is_well_formed
+from flash.service.tools import is_well_formed, with_object
 from flash.types import ASSISTANT, Message, Observation
 
 ENDPOINT = "envs.agent"
@@ -85,8 +86,9 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     function: str | None = None
     """`module:function` of `(base_url, api_key, task)` that returns the answer: `async def`, or run in a thread."""
     command: list[str] | None = None
-    """Program and its arguments, instead of `function`. The program has OPENAI_BASE_URL and OPENAI_API_KEY in its
-    environment, reads the task from standard input and writes the answer to standard output."""
+    """Program and its arguments, instead of `function`. The program has OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment, reads the task from standard input and writes the
+    answer to standard output."""
     box: dict[str, Any] | None = None
     """Sandbox without a network in which `command` runs, instead of on the node: see `envs.relay.boxed.BoxOptions`."""
     own_reward: bool = False
@@ -284,6 +286,7 @@ class Agent:
             rewarding=self._options.own_reward, sampling=self._episode.sampling
         )
         self._session.queued = self._expect
+        self._session.count_prompt = self._count
         self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
         self._pending = await self._next_request()
         if self._pending is None:
@@ -312,7 +315,8 @@ class Agent:
 
         Also counts its tool calls, and notes in `_cut` if a limit on tokens cut it off. The content ends before the
         first stop text of the request; reasoning and calls are not cut. Only the first tool call is returned if the
-        request forbids parallel tool calls. A request in plain text, without chat messages, has no tool calls.
+        request forbids parallel tool calls, and arguments become a JSON object if the API of the request needs one. A
+        request in plain text, without chat messages, has no tool calls.
         """
         assert self._pending is not None
         request, response = self._pending.call.request, self._episode.last
@@ -328,7 +332,10 @@ class Agent:
             self._calls += len(calls) + spoken.malformed
             self._malformed += spoken.malformed + sum(not is_well_formed(call, request.tools) for call in calls)
             if not request.parallel:
-                message = msgspec.structs.replace(message, tool_calls=calls[:1])
+                calls = calls[:1]
+            if request.object_arguments:
+                calls = tuple(map(with_object, calls))
+            message = msgspec.structs.replace(message, tool_calls=calls)
         return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, logprobs, stop)
 
     def _with_counts(self, info: Info) -> Info:
@@ -392,6 +399,25 @@ class Agent:
                 calling=request.calling,
             )
         )
+
+    async def _count(self, request: AgentRequest, place: Continuation) -> int:
+        """Return the number of tokens of the prompt of a request that is only counted. The session calls this.
+
+        Raises:
+            ApiError: the messages cannot be shown.
+        """
+        expected = Expected(
+            name="",
+            observation=place.added,
+            branch=place.branch,
+            responses=place.answers,
+            tools=request.tools,
+            template=request.template,
+        )
+        try:
+            return await self._episode.count(expected)
+        except EnvError as error:
+            raise ApiError(400, str(error), None, "messages") from error
 
     async def _refusal(self, pending: PendingCall) -> ApiError | None:
         """Return the error for a request that cannot be answered, else None. The cheap checks are made first.

@@ -41,7 +41,9 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
     Raises:
         EnvError: the program failed, or wrote more than `OUTPUT_BYTES`.
     """
-    variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    variables = {**os.environ, **endpoint_variables(base_url, api_key)}
+    # Some clients of Anthropic would send this token of the user instead of the key.
+    variables.pop("ANTHROPIC_AUTH_TOKEN", None)
     process = await _begin([*LAUNCHER, *command], variables)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -66,6 +68,19 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
     if len(written) > OUTPUT_BYTES:
         raise too_long(command)
     return written.decode("utf-8", "replace")
+
+
+def endpoint_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return the environment variables in which the clients of OpenAI and Anthropic look for a base URL and a key.
+
+    Anthropic's clients append `/v1` to the base URL themselves.
+    """
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+    }
 
 
 async def _begin(command: list[str], variables: dict[str, str]) -> Process:

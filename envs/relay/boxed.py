@@ -16,7 +16,7 @@ import msgspec
 
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import judge_pool_of, limits_of
-from envs.programs import STDERR_SHOWN, too_long
+from envs.programs import STDERR_SHOWN, endpoint_variables, too_long
 from envs.relay.outside import open_relay
 from envs.sandbox.api import Spec
 from envs.sandbox.open import open_sandboxes
@@ -100,7 +100,7 @@ async def run_boxed(
     assert address.port is not None
     async with _opened(box, opener) as sandbox, open_relay(sandbox, address.hostname, address.port) as port:
         inside = address._replace(netloc=f"127.0.0.1:{port}").geturl()
-        variables = {"OPENAI_BASE_URL": inside, "OPENAI_API_KEY": api_key}
+        variables = endpoint_variables(inside, api_key)
         result = await sandbox.run(command, timeout=LIFE_S, stdin=task.encode("utf-8", "replace"), env=variables)
     if not result.ok:
         said = shortened(result.stderr.decode("utf-8", "replace").strip(), STDERR_SHOWN)

@@ -1,4 +1,4 @@
-"""The HTTP server of all services: the OpenAI API for agents, `flash view` and the sandbox service.
+"""The HTTP server of all services: the APIs for agents, `flash view` and the sandbox service.
 
     server       sockets and TLS, bounded request bodies, and an application served during a block
     connections  limits on the connections of a client, in time and in number; all use of uvicorn's internals

@@ -1,13 +1,14 @@
-"""The HTTP application of the service: chat completions, completions, responses, models, and the agent's own reward.
+"""The HTTP application of the service: the APIs of OpenAI and Anthropic, and the agent's own reward.
 
 `envs.agent` makes the application once for each node and serves it with `flash.http`. An agent, whose code is not part
-of Flash, sends it the requests that it would send to OpenAI. Each request has the key of its episode as bearer token.
+of Flash, sends it the requests that it would send to OpenAI or Anthropic. Each request has the key of its episode.
 The application finds the episode's *session* (`sessions.EpisodeSession`) by the key and makes a `Call` there, for each
 answer that the request wants. The environment of the episode takes the call, lets the policy sample, and answers it.
 Each endpoint is a coroutine that Starlette runs for one request; it returns the HTTP response.
 
 The body of a request without a valid key is not read. `flash.http` bounds the number of connections, and how slowly
-clients may send requests and read answers. `fields.ApiError` is the response to a request that is refused.
+clients may send requests and read answers. `fields.ApiError` is the response to a request that is refused, in the
+format of the API that the client expects (`_from_anthropic`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from flash.http.server import read_body
-from flash.service import chat, completions, responses
+from flash.service import chat, completions, messages, responses
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.fields import ApiError, decoded
 from flash.service.sessions import Call, EpisodeSession, EpisodeSessions
@@ -41,7 +42,7 @@ READ_BYTES = 1 << 16
 """Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one character
 each, which takes some milliseconds. Longer bodies are decoded in a thread."""
 RETRIES = "x-stainless-retry-count"
-"""Header in which OpenAI's clients send how often they have sent a request before."""
+"""Header in which the clients of OpenAI and Anthropic send how often they have sent a request before."""
 
 _T = TypeVar("_T")
 _Endpoint = Callable[[Request, EpisodeSession], Awaitable[Response]]
@@ -86,16 +87,16 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 
     def with_session(endpoint: _Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` for Starlette: it finds the session of a request's key, and answers a refusal as the API
-        does."""
+        of the client does."""
 
         async def handle(request: Request) -> Response:
             """Answer one request."""
             try:
                 return await endpoint(request, _session(sessions, request))
             except ApiError as error:
-                return _error_response(error)
+                return _error_response(request, error)
             except HTTPException as error:
-                return _error_response(ApiError(error.status_code, f"The request is refused: {error.detail}."))
+                return _error_response(request, ApiError(error.status_code, f"The request is refused: {error.detail}."))
             except ClientDisconnect:
                 return Response(status_code=400)  # The client has left, so nobody reads this response.
 
@@ -106,6 +107,8 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
             Route("/v1/chat/completions", with_session(_chat), methods=["POST"]),
             Route("/v1/completions", with_session(_complete), methods=["POST"]),
             Route("/v1/responses", with_session(_respond), methods=["POST"]),
+            Route("/v1/messages", with_session(_message), methods=["POST"]),
+            Route("/v1/messages/count_tokens", with_session(_count), methods=["POST"]),
             Route("/v1/episode/reward", with_session(_reward), methods=["POST"]),
             Route("/v1/models", with_session(_models), methods=["GET"]),
             Route("/v1/models/{name:path}", with_session(_model), methods=["GET"]),
@@ -120,30 +123,37 @@ def make_app(sessions: EpisodeSessions) -> Starlette:
 def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
     """Return the session of the key in a request's `Authorization` header. Raises ApiError if there is none.
 
-    This runs before the body is read, for each request.
+    Clients of Anthropic may also send the key in `x-api-key`. This runs before the body is read, for each request.
     """
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    key = request.headers.get("x-api-key", "") if _from_anthropic(request) else ""
+    session = sessions.of_key(key or (token.strip() if scheme.lower() == "bearer" else ""))
     # This marks the connection as one with a valid token: without it, the server may end the connection at any time to
     # make room for a newer one (`flash.http.connections`).
     request.scope.setdefault("state", {})["token"] = True
     return session
 
 
+def _from_anthropic(request: Request) -> bool:
+    """Return True if a request is from a client of Anthropic's API. Both APIs have the path /v1/models."""
+    return "anthropic-version" in request.headers or request.url.path.startswith("/v1/messages")
+
+
 # -- endpoints -------------------------------------------------------------------------------------------------------
+
+
+def _keep_nothing(answer: PolicyAnswer, name: str) -> None:
+    """Do nothing, for APIs in which no request refers to an earlier answer: each sends the whole conversation."""
 
 
 async def _chat(request: Request, session: EpisodeSession) -> Response:
     """Answer a request for chat completions."""
     agent_request = await _read(request, chat.read)
 
-    def keep_nothing(answer: PolicyAnswer, name: str) -> None:
-        """Do nothing, since later requests of this API refer to no answer: each sends the whole conversation."""
-
     def format_for(name: str) -> AnswerFormat:
         return chat.ChatFormat(name, with_usage=agent_request.with_usage)
 
-    return await _answered(request, session, agent_request, format_for, keep_nothing)
+    return await _answered(request, session, agent_request, format_for, _keep_nothing)
 
 
 async def _complete(request: Request, session: EpisodeSession) -> Response:
@@ -175,6 +185,22 @@ async def _respond(request: Request, session: EpisodeSession) -> Response:
     )
 
 
+async def _message(request: Request, session: EpisodeSession) -> Response:
+    """Answer a request of Anthropic's Messages API."""
+    message = await _read(request, messages.read)
+
+    def format_for(name: str) -> AnswerFormat:
+        return messages.MessageFormat(name, with_thinking=message.with_thinking)
+
+    return await _answered(request, session, message.request, format_for, _keep_nothing)
+
+
+async def _count(request: Request, session: EpisodeSession) -> Response:
+    """Answer with the number of tokens of the prompt that a request of the Messages API would have."""
+    tokens = await session.count(await _read(request, messages.read_count))
+    return _json(msgspec.json.encode({"input_tokens": tokens}))
+
+
 class _OwnReward(msgspec.Struct):
     """Body of a request with which an agent ends its episode."""
 
@@ -194,12 +220,13 @@ async def _reward(request: Request, session: EpisodeSession) -> Response:
 
 async def _models(request: Request, _: EpisodeSession) -> Response:
     """Answer a request for the list of models. Some clients send it first, to find the model's name."""
-    return _json(chat.models())
+    return _json(messages.models() if _from_anthropic(request) else chat.models())
 
 
 async def _model(request: Request, _: EpisodeSession) -> Response:
     """Answer a request for the description of one model."""
-    return _json(chat.model(request.path_params["name"]))
+    describe = messages.model if _from_anthropic(request) else chat.model
+    return _json(describe(request.path_params["name"]))
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -360,9 +387,10 @@ def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(request: Request, error: ApiError) -> Response:
     """Return the response to a request that was refused."""
-    return Response(error.body, status_code=error.status, media_type="application/json")
+    body = msgspec.json.encode(messages.error_content(error)) if _from_anthropic(request) else error.body
+    return Response(body, status_code=error.status, media_type="application/json")
 
 
 async def _unknown_url(request: Request, error: Exception) -> Response:
@@ -373,11 +401,13 @@ async def _unknown_url(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 405:
-        return _error_response(ApiError(405, f"This URL does not have this method: {place}.", "method_not_allowed"))
-    return _error_response(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
+        refusal = ApiError(405, f"This URL does not have this method: {place}.", "method_not_allowed")
+    else:
+        refusal = ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url")
+    return _error_response(request, refusal)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Return the response to a request that failed by a bug of Flash. Starlette calls this, and raises the error again,
     so that the server logs the traceback."""
-    return _error_response(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))
+    return _error_response(request, ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))

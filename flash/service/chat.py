@@ -1,8 +1,8 @@
 """Chat completions of the OpenAI API: requests are decoded, and answers are encoded as one body or as a stream.
 
 `app` decodes a body with `read` and encodes the answers with a `ChatFormat`. `models` and `model` return the bodies
-of the routes below /v1/models. `AgentRequest` and `PolicyAnswer` are the requests and answers of all three APIs.
-`flash sft` reads the messages of its rows with `messages_of`.
+of the routes below /v1/models. `AgentRequest` and `PolicyAnswer` are the requests and answers of all APIs.
+`messages` and `flash sft` also turn their messages into those of the episode with `messages_of`.
 
 A *call* is either a `sessions.Call`, which is one wanted answer with its request, or a call of a function (a *tool*) in
 a message. The *name* of a `Call` becomes part of ids.
@@ -70,6 +70,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """True if the answer is searched for calls of functions."""
     parallel: bool = True
     """True if the answer may have more than one call of a function."""
+    object_arguments: bool = False
+    """True if the arguments of each call in the answer must be a JSON object (`tools.with_object`)."""
     logprobs: bool = False
     """True if the agent wants the log-probs of the answer's tokens."""
     stop: tuple[str, ...] = ()
@@ -119,7 +121,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
         `stream` and `with_usage` are not among them, because they only change how the answer is sent, nor is
         `sampling`, because it is ignored.
         """
-        fields = self.messages, self.tools, self.template, self.calling, self.parallel
+        fields = self.messages, self.tools, self.template, self.calling, self.parallel, self.object_arguments
         return msgspec.json.encode((*fields, self.max_tokens, self.logprobs, self.stop))
 
 

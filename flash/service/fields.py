@@ -1,9 +1,9 @@
 """Request fields that all APIs have in common, the checks of their values, and `ApiError`, the response of a refusal.
 
-The `read` functions of `chat`, `completions` and `responses` decode the body of each request with these functions, and
-`app` sends an `ApiError` that they raise as the response. The run's configuration alone decides how answers are
-sampled, because training needs the probabilities of the tokens under these settings. So a request's own sampling
-settings are ignored with a warning, and fields that would forbid or force tokens are refused.
+The `read` functions of `chat`, `completions`, `responses` and `messages` decode the body of each request with these
+functions, and `app` sends an `ApiError` that they raise as the response. The run's configuration alone decides how
+answers are sampled, because training needs the probabilities of the tokens under these settings. So a request's own
+sampling settings are ignored with a warning, and fields that would forbid or force tokens are refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SHORT.maxlevel = 2  # each further level could make a representation six times 
 
 
 class ApiError(Exception):
-    """An error response in the format of the OpenAI API.
+    """An error response. `content` and `body` have the format of the OpenAI API.
 
     Args:
-        status: HTTP status. OpenAI's clients do not retry after 400, 401, 404 and 413.
+        status: HTTP status. The clients of OpenAI and Anthropic do not retry after 400, 401, 404 and 413.
         message: error message for people.
         code: name of the error for programs; None if it has no name.
         param: name of the wrong request field; None if no single field is wrong.
@@ -37,9 +37,14 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.code = code
+        self.param = param
+
+    @property
+    def content(self) -> dict[str, Any]:
         """Body of the response, before it is encoded as JSON."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def body(self) -> bytes:
@@ -182,12 +187,15 @@ STOP_CHARACTERS = 1000
 token."""
 
 
-def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop texts of a request. Raises ApiError if there are too many, or one is empty or too long."""
+def stop_texts(stop: str | list[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """Return the stop texts of a request. Raises ApiError if there are too many, or one is empty or too long.
+
+    `name` is the request field that has them.
+    """
     texts = tuple([stop] if isinstance(stop, str) else stop or ())
     if len(texts) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARACTERS for text in texts):
-        message = f"`stop` has up to {MOST_STOPS} texts, of 1 to {STOP_CHARACTERS} characters each."
-        raise ApiError(400, message, None, "stop")
+        message = f"`{name}` has up to {MOST_STOPS} texts, of 1 to {STOP_CHARACTERS} characters each."
+        raise ApiError(400, message, None, name)
     return texts
 
 

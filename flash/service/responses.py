@@ -496,7 +496,7 @@ class ResponseFormat:
 
     def fail(self, error: ApiError) -> bytes:
         """Encode an error that ends the stream before the answer is complete."""
-        return self._encoded([("error", {key: error.content["error"][key] for key in ("code", "message", "param")})])
+        return self._encoded([("error", {"code": error.code, "message": str(error), "param": error.param})])
 
     def _delta_events(self, item: dict[str, Any], text: str) -> Iterator[Event]:
         """Yield the event that adds `text` to an item, and before it the events of its beginning if it is new.

@@ -9,7 +9,7 @@ A call is open until it has an answer or is refused. Several calls may be open; 
 in the order of their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is
 not there yet. A request with an idempotency key repeats the call of that key. Without a key, equal requests are
 different calls, with two exceptions: the client of the earlier call left without the answer, or a header of the request
-marks it as a retry (OpenAI's clients set this header).
+marks it as a retry (the clients of OpenAI and Anthropic set this header).
 
 Law of calls: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open
 calls.
@@ -24,7 +24,7 @@ import hmac
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import NamedTuple
@@ -273,6 +273,12 @@ class EpisodeSession:
         """Function of the environment that is called with each call that arrives while another one is open, so that its
         answer can be sampled in advance. The place of the call is the one in the present history; later answers may
         change it."""
+        self.count_prompt: Callable[[AgentRequest, Continuation], Awaitable[int]] | None = None
+        """Function of the environment that returns the number of tokens of the prompt of a request at a place of the
+        history; None until the environment sets it."""
+        self._counting = anyio.Lock()
+        """Lock that is held while a prompt is counted. Rendering may need the node's only thread for it, so an agent
+        that asks many times at once would keep other episodes from the thread."""
         self._rewarding = rewarding
         self._sampling = sampling
         self._history = History()
@@ -310,10 +316,8 @@ class EpisodeSession:
             ApiError: the request cannot be answered, its key belongs to a different request, too many calls are open,
                 or the episode has ended.
         """
-        self._refuse_after_end()
+        self._check_answerable(request)
         warn_of_ignored_sampling(request.sampling, self._sampling)
-        if request.messages[-1].role == ASSISTANT:
-            raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
         # A key is a text of any length from the agent; its digest is short.
         key_digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
         new = Call(secrets.token_hex(12), request, key_digest)
@@ -335,6 +339,23 @@ class EpisodeSession:
         if len(self._open) > 1:
             self.queued(PendingCall(new, self._history.place(request.messages, request.form)))
         return new
+
+    async def count(self, request: AgentRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have now. The request gets no answer.
+
+        Raises:
+            ApiError: the request cannot be answered, or the episode has ended.
+        """
+        self._check_answerable(request)
+        assert self.count_prompt is not None, "the environment sets it before the agent has the key"
+        async with self._counting:
+            return await self.count_prompt(request, self._history.place(request.messages, request.form))
+
+    def _check_answerable(self, request: AgentRequest) -> None:
+        """Raise ApiError if the episode has ended, or the conversation does not end before an answer."""
+        self._refuse_after_end()
+        if request.messages[-1].role == ASSISTANT:
+            raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
 
     def _check_room(self, more: Call) -> None:
         """Raise ApiError if one more open call would be too much. A single call is accepted whatever its size."""

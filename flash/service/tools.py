@@ -1,8 +1,8 @@
 """Functions that an agent lets the policy call: their descriptions in requests, and the calls in messages.
 
-A *tool* in the format of chat templates (`flash.types.Tool`) is `{"type": "function", "function": {...}}`. `chat` and
-`responses` use these functions for requests, `flash sft` for its rows, and `envs.tools` for its own tools. A *call* is
-a call of such a function by the policy.
+A *tool* in the format of chat templates (`flash.types.Tool`) is `{"type": "function", "function": {...}}`. `chat`,
+`responses` and `messages` use these functions for requests, `flash sft` for its rows, and `envs.tools` for its own
+tools. A *call* is a call of such a function by the policy.
 """
 
 from __future__ import annotations
@@ -129,8 +129,23 @@ def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
 
     `envs.agent` counts the calls that are not well formed. The function's schema is not checked.
     """
-    if all(tool["function"]["name"] != call.name for tool in tools):
-        return False
+    return any(tool["function"]["name"] == call.name for tool in tools) and _has_object(call)
+
+
+def with_object(call: ToolCall) -> ToolCall:
+    """Return a call whose arguments are a JSON object, as Anthropic's API needs them.
+
+    `envs.agent` calls this before it gives the answer to the session, so that the history has the call as the agent
+    sends it back. Arguments that are no object become the only value of one, under the name that Anthropic suggests.
+    """
+    if _has_object(call):
+        return call
+    given: dict[str, Any] = {} if call.arguments.strip() in ("", "null") else {"INVALID_JSON": call.arguments}
+    return msgspec.structs.replace(call, arguments=as_json(given))
+
+
+def _has_object(call: ToolCall) -> bool:
+    """Return True if the arguments of a call are a JSON object."""
     try:
         return isinstance(msgspec.json.decode(call.arguments), dict)
     except (msgspec.DecodeError, RecursionError):

@@ -78,6 +78,16 @@ ITEMS: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": {"a": 1}},
     {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
 )
+BLOCKS: tuple[dict[str, Any], ...] = (
+    {},
+    *({"type": kind} for kind in (None, 5, "", "text", "image", "thinking", "tool_use", "tool_result", "document")),
+    {"type": "text", "text": None},
+    {"type": "text", "text": "x" * 10**6},
+    {"type": "tool_use", "id": "", "name": "", "input": "5"},
+    {"type": "tool_use", "name": "f", "input": {"a": json.loads("[" * 300 + "]" * 300)}},
+    {"type": "tool_result", "tool_use_id": "none", "content": [{"type": "text", "text": "r"}], "is_error": True},
+    {"type": "tool_result", "content": [{"type": "tool_result", "content": [{"type": "tool_result"}]}]},
+)
 RAW = (
     *(b"", b"null", b"[]", b"1", b"\xef\xbb\xbf{}", b"{" * 100_000, b'{"a":' * 100_000, b"\xff"),
     b'{"model": "policy", "messages": NaN}',
@@ -107,25 +117,49 @@ def requests() -> Iterator[tuple[str, bytes]]:
         {"tools": [5]},
     ):
         yield "responses", json.dumps({"model": "policy", "input": "1+1=", **field}).encode()
-    for path in ("chat/completions", "completions", "responses", "episode/reward"):
+    for path in ("messages", "messages/count_tokens"):
+        asked = {"model": "policy", "max_tokens": 9, "messages": ASKED}
+        for block in BLOCKS:
+            for role in ("user", "assistant"):
+                said = [*ASKED, {"role": role, "content": [block]}, *ASKED]
+                yield path, json.dumps({**asked, "messages": said}).encode()
+        for more in (
+            *({"max_tokens": most} for most in (-1, 0, 2**63, "1", None)),
+            *({"stop_sequences": stop} for stop in ([], [""], ["a"] * 1000, "7")),
+            *({"system": system} for system in ("", 5, [{}], [{"type": "image"}])),
+            *({"tools": [tool]} for tool in (5, {}, {"name": "f", "input_schema": 5}, {"type": "bash_20250124"})),
+            *({"tools": [{"name": "f", "input_schema": schema}]} for schema in ({}, {"properties": {"a": 5}})),
+            *({"tool_choice": choice} for choice in (5, {}, {"type": "any"}, {"type": ""})),
+            *({"thinking": thinking} for thinking in (5, {}, {"type": ""})),
+            {"stream": True},
+            {"messages": []},
+        ):
+            yield path, json.dumps({**asked, **more}).encode()
+    for path in ("chat/completions", "completions", "responses", "messages", "episode/reward"):
         yield from ((path, body) for body in RAW)
 
 
 async def attacks(base_url: str, api_key: str, task: str) -> str:
     async with NODE.client(base_url, api_key) as client:
-        answered = [_well_formed(await client.post(path, content=body), body) for path, body in requests()]
+        answered = [_well_formed(path, await client.post(path, content=body), body) for path, body in requests()]
     return f"{sum(answered)} of {len(answered)}"
 
 
-def _well_formed(reply: httpx.Response, body: bytes) -> bool:
+def _well_formed(path: str, reply: httpx.Response, body: bytes) -> bool:
     """Whether it is an answer; else it is an error as the API has them."""
     if reply.status_code == 200:
         assert '"error":{' not in reply.text, (body[:200], reply.text[:300])
         return True
     error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}, body[:200]
+    if path.startswith("messages"):
+        assert reply.json()["type"] == "error"
+        assert error.keys() - {"details"} == {"message", "type"}, body[:200]
+        code = error.get("details", {}).get("error_code")
+    else:
+        assert error.keys() == {"message", "type", "param", "code"}, body[:200]
+        code = error["code"]
     assert 400 <= reply.status_code < 500, (body[:200], error)
-    assert error["code"] not in ("turns_exhausted", "branches_exhausted", "invalid_api_key"), (body[:200], error)
+    assert code not in ("turns_exhausted", "branches_exhausted", "invalid_api_key"), (body[:200], error)
     return False
 
 

@@ -18,6 +18,7 @@ from flash.simulate.clock import run_virtual
 from flash.types import Message, Outcome, ToolCall, Trajectory
 from tests.envs.agents import NODE, Policy, ask, choice_of, make, play
 from tests.envs.forms import ADD, FORMS, Form, HarmonyTokenizer, is_object
+from tests.service.test_messages import events_of, heard
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # imports most of vLLM
 
@@ -115,6 +116,51 @@ async def uses_tools(base_url: str, api_key: str, task: str) -> str:
     return "done"
 
 
+async def uses_tools_in_blocks(base_url: str, api_key: str, task: str) -> str:
+    """Does so through Anthropic's API."""
+    rng = random.Random(int(task))
+    function: Any = ADD["function"]
+    tools = [{"name": "add", "input_schema": function["parameters"]}, {"name": "subtract", "input_schema": {}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": words(rng, HOSTILE) or "begin"}]
+    async with NODE.client(base_url, api_key) as client:
+        for _ in range(rng.randrange(1, 6)):
+            asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": tools}
+            asked |= {"max_tokens": rng.randrange(1, 60) if rng.random() < 0.2 else ROOM, "stream": rng.random() < 0.5}
+            asked |= {"thinking": {"type": rng.choice(["disabled", "adaptive"])}}
+            asked |= rng.choice([{}, {}, *({"tool_choice": {"type": kind}} for kind in ("auto", "none"))])
+            reply = await client.post("messages", json=asked)
+            assert reply.status_code == 200, reply.text
+            message = heard(events_of(reply.content)) if asked["stream"] else reply.json()
+            calls = [block for block in message["content"] if block["type"] == "tool_use"]
+            functions = [{"name": call["name"], "arguments": json.dumps(call["input"])} for call in calls]
+            cut = message["stop_reason"] == "max_tokens"
+            none = asked.get("tool_choice") == {"type": "none"}
+            told.messages.append({"tool_calls": [{"function": one} for one in functions], "cut": cut, "none": none})
+            results = [
+                {"type": "tool_result", "tool_use_id": call["id"], "content": words(rng, HOSTILE)} for call in calls
+            ]
+            if not calls or rng.random() < 0.2:
+                results.append({"type": "text", "text": words(rng, HOSTILE)})
+            messages = [*messages, *kept_blocks(rng, message["content"]), {"role": "user", "content": results}]
+    return "done"
+
+
+def kept_blocks(rng: random.Random, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An answer as some client keeps it."""
+    if rng.random() < 0.5:
+        blocks = [block for block in blocks if block["type"] != "thinking"]
+    blocks = [
+        block | {"input": dict(reversed(block["input"].items()))} if block["type"] == "tool_use" else block
+        for block in blocks
+        if block.get("text") != ""
+    ]
+    if len(blocks) > 1 and rng.random() < 0.3:
+        return [{"role": "assistant", "content": [block]} for block in blocks]
+    if [block["type"] for block in blocks] == ["text"] and rng.random() < 0.5:
+        return [{"role": "assistant", "content": blocks[0]["text"]}]
+    return [{"role": "assistant", "content": blocks}]
+
+
 def results(rng: random.Random, message: dict[str, Any]) -> list[dict[str, Any]]:
     calls = message.get("tool_calls", [])
     shown = [{"role": "tool", "tool_call_id": call["id"], "content": words(rng, HOSTILE)} for call in calls]
@@ -172,8 +218,11 @@ def check(played: Any, policy: Policy, speaker: Speaker) -> int:
     return calls
 
 
+@pytest.mark.parametrize("agent", ["uses_tools", "uses_tools_in_blocks"])
 @pytest.mark.parametrize("name", FORMS)
-def test_of_a_thousand_conversations_with_tools_tokens_trained_are_tokens_sampled(name: str, tmp_path: Path) -> None:
+def test_of_a_thousand_conversations_with_tools_tokens_trained_are_tokens_sampled(
+    name: str, agent: str, tmp_path: Path
+) -> None:
     tokenizer = tokenizer_of(FORMS[name], tmp_path)
     calls = malformed = 0
 
@@ -182,7 +231,7 @@ def test_of_a_thousand_conversations_with_tools_tokens_trained_are_tokens_sample
         nonlocal calls, malformed
         told, speaker = Told(), Speaker(FORMS[name], tokenizer, random.Random(f"{name} {seed}"))
         policy = Policy(speaker, ends=speaker.ends)
-        env = make(f"{__name__}:uses_tools")
+        env = make(f"{__name__}:{agent}")
         played = await play(env, policy, seed, tokenizer=tokenizer, max_new_tokens=ROOM, max_length=100_000)
         calls += check(played, policy, speaker)
         malformed += played.env_metrics().get("malformed_calls", 0) > 0

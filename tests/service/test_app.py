@@ -8,8 +8,9 @@ import pytest
 
 from flash.http.server import MAX_JSON_VALUES
 from flash.service.app import make_app
-from flash.service.chat import PolicyAnswer
+from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.fields import ApiError
+from flash.service.history import Continuation
 from flash.service.sessions import EpisodeSessions, PendingCall
 from flash.types import Message
 
@@ -35,6 +36,45 @@ async def test_a_bug_of_ours_is_answered_in_the_form_of_the_api() -> None:
         "param": None,
         "code": "internal_error",
     }
+
+
+@pytest.mark.anyio
+async def test_clients_of_anthropic_get_errors_in_the_form_of_their_api() -> None:
+    async def fails(request: AgentRequest, place: Continuation) -> int:
+        raise RuntimeError("a bug")
+
+    sessions = EpisodeSessions()
+    session, key = sessions.open()
+    session.count_prompt = fails
+    transport = httpx.ASGITransport(make_app(sessions), raise_app_exceptions=False)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}]}
+    version, got = {"anthropic-version": "2023-06-01"}, list[tuple[int, str, str]]()
+    async with httpx.AsyncClient(transport=transport, base_url="http://agents") as client:
+        for method, path, headers in (
+            ("POST", "/v1/messages/count_tokens", {"x-api-key": key}),
+            ("POST", "/v1/messages/count_tokens", {"authorization": f"Bearer {key}"}),
+            ("POST", "/v1/messages", {"x-api-key": "another", "authorization": f"Bearer {key}"}),
+            ("POST", "/v1/messages", {"x-api-key": key, "content-encoding": "gzip"}),
+            ("GET", "/v1/messages", {"x-api-key": key}),
+            ("GET", "/v1/models/claude", {"x-api-key": key, **version}),
+            ("GET", "/v1/files", {"x-api-key": key, **version}),
+        ):
+            reply = await client.request(method, path, json=body, headers=headers)
+            assert reply.json().keys() == {"type", "error"}
+            error = reply.json()["error"]
+            got.append((reply.status_code, error["type"], error.get("details", {}).get("error_code", "")))
+        plain = await client.get("/v1/models", headers={"x-api-key": key})
+    session.end()
+    assert got == [
+        (500, "api_error", "internal_error"),
+        (500, "api_error", "internal_error"),
+        (401, "authentication_error", "invalid_api_key"),
+        (415, "invalid_request_error", ""),
+        (405, "invalid_request_error", "method_not_allowed"),
+        (404, "not_found_error", "model_not_found"),
+        (404, "not_found_error", "unknown_url"),
+    ]
+    assert (plain.status_code, plain.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.anyio
