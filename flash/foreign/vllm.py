@@ -27,8 +27,8 @@ class NoAttentionError(ValueError):
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Check an engine's arguments, and return a function that builds its AsyncLLM, given its `stat_loggers`.
 
-    `flash.rollout.vllm.start` calls this before an engine starts, and in the dry run. `arguments` are those of vLLM's
-    `AsyncEngineArgs`, by name.
+    `flash.rollout.vllm.start` calls this before an engine starts, and in the dry run, after it has registered our
+    weight receiver. `arguments` are those of vLLM's `AsyncEngineArgs`, by name.
 
     Raises:
         NoAttentionError: vLLM's attention on the CPU does not support the model. Without this check the engine would
@@ -337,8 +337,10 @@ async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
-    """Register a weight receiver of ours with vLLM in this process, as weight transfer backend `name`. Flash's plugin
-    of vLLM calls this in each process of an engine. `module` and `class_name` name the receiver's class."""
+    """Register a weight receiver of ours with vLLM in this process, as weight transfer backend `name`.
+
+    The node loop and the core of each engine call this. `module` and `class_name` name the receiver's class.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(name, module, class_name)

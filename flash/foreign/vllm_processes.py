@@ -113,7 +113,7 @@ def start_workers_with(context: Any) -> None:
 def spin_less(seconds: float) -> None:
     """On a CPU, limit to `seconds` how long an engine's processes spin while they wait for each other's messages.
 
-    Flash's plugin of vLLM calls this in each process of an engine. To spin is to ask again and again without sleeping.
+    The node loop and the core of each engine call this. To spin is to ask again and again without sleeping.
     vLLM lets processes spin for a second after each message, on a CPU core that the trainer, the node loop or
     environments could use. A sleeping process may miss a message. vLLM lets it check again after five seconds, in which
     the engine would stand still, so this time is shortened, too.

@@ -31,7 +31,7 @@ from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
 from flash.types import Canary, Completion, Published
 from flash.weights.image import Fingerprint
-from flash.weights.plugin import SPIN_S
+from flash.weights.engine_process import SPIN_S
 from flash.weights.versions import decode_update, encode_update
 from tests.forked_command import ROOT, ForkedCommand
 from tests.rollout import engine_contract as contract

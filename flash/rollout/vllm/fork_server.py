@@ -5,6 +5,8 @@ start without imports. `flash.rollout.vllm.processes` and `flash.run.processes.f
 """
 
 from flash.foreign import vllm_processes
+from flash.weights.engine_process import silence_triton
 
+silence_triton()
 vllm_processes.import_engine()
 vllm_processes.import_core()

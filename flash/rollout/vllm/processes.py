@@ -33,7 +33,7 @@ import anyio.to_thread
 from flash.errors import describe_exit_code
 from flash.foreign import vllm_processes
 from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
-from flash.weights.plugin import NODE_PID, follow
+from flash.weights.engine_process import NODE_PID, follow, register
 
 WORKER_KILLED = 128
 """A core whose worker was killed by a signal exits with this code plus the number of the signal."""
@@ -98,6 +98,7 @@ class Core(ForkedProcess):
         # Python has read the variable in the fork server, which may have another value.
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
+        register()
         vllm_processes.start_workers_with(_Workers())
         vllm_processes.on_killed_worker(_end_as_worker)
 

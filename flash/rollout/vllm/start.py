@@ -27,7 +27,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm, vllm_processes
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.weights.plugin import NODE_PID, RECEIVER
+from flash.weights.engine_process import NODE_PID, RECEIVER, register, silence_triton
 
 LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 """torchrun's variables that describe this process. An engine that inherited them would act as a rank of the trainer:
@@ -64,13 +64,19 @@ _saved: dict[str, str] = {}
 """Environment variables to restore when the last engine leaves `engine_environment`."""
 
 
+def registered_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Register our weight receiver, which the arguments name, and return the result of `vllm.engine_maker`."""
+    register()
+    return vllm.engine_maker(arguments)
+
+
 def configure(
     config: Config,
     index: int,
     gpus: Sequence[int],
     stepped: Callable[[Any], None],
     *,
-    maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker,
+    maker: Callable[[dict[str, Any]], Callable[..., Any]] = registered_maker,
     prefix: str = sys.prefix,
 ) -> Callable[[], Any]:
     """Check the arguments of an engine, and return a function that builds its AsyncLLM, which starts its processes.
@@ -91,6 +97,7 @@ def configure(
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        silence_triton()
         arguments = engine_args(config, index, gpus)
         try:
             build = partial(_build, maker(arguments), stepped)

@@ -26,11 +26,10 @@ from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError, FlashError
-from flash.foreign import vllm
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer, Tokenizer
-from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer
+from flash.rollout.vllm.start import configure, engine_environment, ready_tokenizer, registered_maker
 from flash.run.fetch import described, source_of, why_not_there
 from flash.run.loop_watch import run_watched
 from flash.run.node_loop import limit_held_out_problems
@@ -83,7 +82,7 @@ def dry_run(config: Config) -> list[str]:
     return lines
 
 
-def try_arguments(config: Config, maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker) -> str:
+def try_arguments(config: Config, maker: Callable[[dict[str, Any]], Callable[..., Any]] = registered_maker) -> str:
     """Let vLLM check the arguments in `[engine.vllm]`, which is not empty, and return a sentence about the result.
 
     The configuration's checks have compared names and types. vLLM's own check of the values needs the GPUs and the

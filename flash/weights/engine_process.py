@@ -1,14 +1,11 @@
-"""vLLM's entry points into Flash, and a thread that ends vLLM's processes when the node loop that owns them has ended.
+"""Steps of each process that imports vLLM for Flash: fewer warnings, our weight receiver, an end with the node loop.
 
-The *node loop* is the process that runs the engines of a machine. vLLM imports this module in each of its processes,
-because `pyproject.toml` names it:
-- `no_platform` (`vllm.platform_plugins`) runs before everything else, because vLLM calls it to find a platform. The
-  function returns no platform. It only uses the early moment to silence warnings.
-- `register` (`vllm.general_plugins`) registers our *weight receiver*, the class with which vLLM's workers take new
-  weights from the trainer. On a CPU it also shortens the time for which waiting processes poll before they sleep.
+The *node loop* is the process that runs the engines of a machine. `flash.rollout.vllm` calls the functions of this
+module: `silence_triton` before the first import of vLLM, `register` in the node loop and in the core of each engine,
+and `follow` in each process of an engine. Flash has no entry point of vLLM, so that a vLLM which somebody else starts
+in the same Python environment is unchanged.
 
-`flash.rollout.vllm.processes` forks processes. Each of them calls `follow` first. This module imports neither torch nor
-vLLM, because `no_platform` has to set log levels before torch and vLLM are imported.
+This module imports neither torch nor vLLM, because `silence_triton` has to set log levels before they are imported.
 """
 
 from __future__ import annotations
@@ -35,27 +32,27 @@ _registered = threading.Event()
 """Set when `register` has run in this process."""
 
 
+def silence_triton() -> None:
+    """Silence all warnings of two loggers, which say that Triton does not support a CPU. Errors are still logged.
+
+    vLLM's CPU build logs the warnings under the first name, before it sets up its logging, so no configured level hides
+    them. In the other builds of vLLM, torch logs them under the second name.
+    """
+    for name in ("vllm.triton_utils", "torch._library.triton"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def register() -> None:
     """Register our weight receiver in this process, and limit how long an engine on a CPU polls (`SPIN_S`).
 
-    vLLM calls this in each of its processes, and may call it several times; only the first call has an effect.
+    The weight receiver is the class with which vLLM's workers take new weights from the trainer. Workers inherit the
+    registration, because they are forked from the core. Only the first call in a process has an effect.
     """
     if _registered.is_set():
         return
     _registered.set()
     vllm.register_backend(RECEIVER, "flash.weights.worker", "WeightReceiver")
     vllm_processes.spin_less(SPIN_S)
-
-
-def no_platform() -> None:
-    """Silence all warnings of two loggers, which say that Triton does not support a CPU. Errors are still logged.
-
-    vLLM calls this as a platform plugin. The function returns None, so vLLM does not take Flash for a platform. vLLM's
-    CPU build logs the warnings under the first name, before it sets up its logging, so no configured level hides them.
-    In the other builds of vLLM, torch logs them under the second name.
-    """
-    for name in ("vllm.triton_utils", "torch._library.triton"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def follow(node_pid: int) -> None:

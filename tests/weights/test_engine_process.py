@@ -18,7 +18,7 @@ child.wait()
 """
 CHILD = """
 import os, sys, threading
-from flash.weights.plugin import follow
+from flash.weights.engine_process import follow
 follow(int(sys.argv[1]))
 print(flush=True)
 threading.Event().wait()
