@@ -27,7 +27,7 @@ from envs.grader_report import PACKAGE, certified, library, read_reports
 from envs.rewards.verifier import verify
 from envs.workers import in_worker
 from flash.environment import HELD_OUT, Info, SolvedExample, StepResult, is_held_out
-from flash.errors import ConfigError, EnvError
+from flash.errors import ConfigError, EnvError, advice_for_extra
 from flash.types import Message, Observation
 
 ALL = "all"
@@ -99,8 +99,9 @@ class ReasoningGym:
             installed = version(PACKAGE)
             version("pycosat")
         except PackageNotFoundError as error:
-            how = "`make env` installs it where there is a C compiler, or pip install -e '.[environments]'"
-            raise ConfigError(f"{error.name} is not installed: {how} in Flash's folder") from None
+            raise ConfigError(
+                f"{error.name} is not installed, and needs a C compiler: {advice_for_extra('environments')}"
+            ) from None
         cls.check_families(options, installed)
 
     @staticmethod

@@ -54,6 +54,17 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 hold text that is not UTF-8, or hold lists that nest too deeply."""
 
 
+def advice_for_extra(extra: str) -> str:
+    """Return how to install the packages of an extra of Flash, for the error message about a missing package.
+
+    Only `flash install` brings torch and vLLM, which the extras `train` and `vllm` need, in the builds for this
+    machine.
+    """
+    if extra in ("train", "vllm"):
+        return "`flash install` installs it"
+    return f"`flash install` installs it with all other packages, and `pip install 'flash-rl[{extra}]'` without them"
+
+
 def encodable(text: str) -> str:
     """Return a text in which lone surrogates are escaped, because they can be neither sent nor printed.
 

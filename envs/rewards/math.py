@@ -21,14 +21,14 @@ from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 from envs.judging.programs import answer_part, final_part
-from flash.errors import ConfigError, RewardError
+from flash.errors import ConfigError, RewardError, advice_for_extra
 
 try:
     import math_verify  # pyright: ignore[reportMissingImports]
     import sympy  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
 except ImportError as error:
     raise ConfigError(
-        "envs.rewards.math needs the package math-verify: pip install -e '.[math]' in Flash's folder"
+        f"envs.rewards.math needs the package math-verify, which is not installed: {advice_for_extra('math')}"
     ) from error
 
 MOST_CPU_S = 2.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
-from flash.errors import ConfigError, FlashError, SandboxRefusedError
+from flash.errors import ConfigError, FlashError, SandboxRefusedError, advice_for_extra
 from flash.text import harmless, one_line
 
 SILENCE_S = 2.0
@@ -250,7 +250,7 @@ def run_sandbox(arguments: argparse.Namespace) -> int:
     except FlashError as error:
         return _failed(arguments, error)
     except ModuleNotFoundError as error:
-        return _failed(arguments, ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'"))
+        return _failed(arguments, ConfigError(f"{error.name} is not installed: {advice_for_extra('sandbox')}"))
 
 
 def _failed(arguments: argparse.Namespace, error: FlashError) -> int:

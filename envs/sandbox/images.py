@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash.errors import ConfigError, FlashError
+from flash.errors import ConfigError, FlashError, advice_for_extra
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "flash-sandbox-python": ("bash", "coreutils", "findutils", "grep", "sed", "tar", "procps", "python3"),
@@ -147,7 +147,7 @@ async def _main(names: Sequence[str]) -> None:
         # Not at the top: it needs aiodocker, which the recipes do not need.
         from envs.sandbox.engines.docker import DockerBackend
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
+        raise ConfigError(f"{error.name} is not installed: {advice_for_extra('sandbox')}") from error
 
     async with DockerBackend() as engine:
         # Asked first: the downloads would be in vain without an engine that answers.

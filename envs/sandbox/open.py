@@ -17,7 +17,7 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.sandbox import Sandbox, SandboxProvider
-from flash.errors import ConfigError, SandboxBusyError
+from flash.errors import ConfigError, SandboxBusyError, advice_for_extra
 from flash.types import Stock
 
 LOCAL = "local"
@@ -65,7 +65,7 @@ async def open_sandboxes(location: Location) -> AsyncGenerator[SandboxProvider]:
         try:
             sandboxes = await (_pool(stack) if location.at == LOCAL else _client(stack, location))
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
+            raise ConfigError(f"{error.name} is not installed: {advice_for_extra('sandbox')}") from error
         yield sandboxes
 
 

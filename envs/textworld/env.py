@@ -20,7 +20,7 @@ from envs.textworld.game import GameOptions, TextGame
 from envs.textworld.games import KINDS, GameOf, Turn, generate, walk
 from envs.workers import in_worker
 from flash.environment import HELD_OUT, Info, SolvedExample, is_held_out
-from flash.errors import ConfigError, EnvError
+from flash.errors import ConfigError, EnvError, advice_for_extra
 from flash.types import Observation
 from flash.waiting import run_apart
 
@@ -90,8 +90,9 @@ class TextWorld(TextGame[TextWorldOptions]):
             try:
                 version(package)
             except PackageNotFoundError:
-                how = "`make env` installs it where there is a C compiler, or pip install -e '.[environments]'"
-                raise ConfigError(f"{package} is not installed: {how} in Flash's folder") from None
+                raise ConfigError(
+                    f"{package} is not installed, and needs a C compiler: {advice_for_extra('environments')}"
+                ) from None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the game of this seed and return its first observation. Raises EnvError if it cannot be generated."""

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import MutableMapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +40,16 @@ class CommandParsers(Protocol):
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:
         """Add a command and return its parser. `help` is the text of the command in `flash --help`."""
         ...
+
+
+def require_engine() -> None:
+    """Raise ModuleNotFoundError if torch or vLLM is not installed, before an engine starts.
+
+    `flash.cli.main` turns the error into a sentence. Without this, only the process of the engine would report it.
+    """
+    for name in ("torch", "vllm"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def run_directory(path: Path) -> RunDirectory:

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from flash.cli.arguments import typed, unknown_arguments, unknown_command
 from flash.config.decode import show
-from flash.errors import ConfigError, FlashError
+from flash.errors import ConfigError, FlashError, advice_for_extra
 from flash.run.processes.launch_state import caller_file, end_with_parent, use_torchrun_variables
 from flash.text import OneLine, harmless
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = {
+    "install": "flash.cli.prepare:add_install",
     "init": "flash.cli.prepare:add_init",
     "doctor": "flash.cli.prepare:add_doctor",
     "check-env": "flash.cli.check_env:add_check_env",
@@ -128,7 +129,7 @@ def extra_of(module: str) -> str | None:
     """Return the first extra of this distribution that installs a module; None if no extra does.
 
     `main` names it in the error message about a missing package. An extra is an optional group of dependencies, such as
-    `train` in `pip install -e '.[train]'`.
+    `view` in `pip install 'flash-rl[view]'`.
     """
     wanted = module.partition(".")[0].lower()
     for line in importlib.metadata.requires("flash-rl") or []:
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra is None:
             raise
         message = f"`flash {arguments.command}` needs the package {error.name}, which is not installed"
-        return _refuse(ConfigError(f"{message}: pip install -e '.[{extra}]' in Flash's folder"), caller)
+        return _refuse(ConfigError(f"{message}: {advice_for_extra(extra)}"), caller)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -1,9 +1,10 @@
-"""Commands that prepare a run: init, doctor, plan, fetch and schema.
+"""Commands that prepare a run: install, init, doctor, plan, fetch and schema.
 
-`flash init` writes a small project, `flash doctor` finds out what this machine lacks, `flash plan` computes the memory
-that a configuration needs, `flash fetch` gets a pretrained model, and `flash schema` prints the JSON Schema of the
-configuration for editors. Each command has a function `add_COMMAND`, which adds its parser, and a function
-`run_COMMAND`, which carries it out and returns the exit code. Packages that take long to import are imported there.
+`flash install` installs torch, vLLM and all other packages that commands need. `flash init` writes a small project,
+`flash doctor` finds out what this machine lacks, `flash plan` computes the memory that a configuration needs, `flash
+fetch` gets a pretrained model, and `flash schema` prints the JSON Schema of the configuration for editors. Each command
+has a function `add_COMMAND`, which adds its parser, and a function `run_COMMAND`, which carries it out and returns the
+exit code. Packages that take long to import are imported there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -29,7 +31,7 @@ from flash.config.load import load, split_arguments
 from flash.config.models import PACKAGED, hub_models
 from flash.config.schema import schema
 from flash.config.tree import Config, DeadlinesConfig
-from flash.errors import ConfigError
+from flash.errors import ConfigError, advice_for_extra
 from flash.observe.rundir.rundir import write_atomically, writing
 from flash.run.models import hugging_face_fault, tiny_models
 from flash.text import harmless, one_line
@@ -72,6 +74,30 @@ MODELS = Path("outputs/models")
 """Folder in which models are stored, each in a folder of its name."""
 
 
+def add_install(commands: CommandParsers) -> argparse.ArgumentParser:
+    """Add the parser of `flash install` to `commands`, and return it."""
+    parser = commands.add_parser(
+        "install",
+        help="Install torch, vLLM and all other packages that commands need into the environment of this command.",
+    )
+    build = parser.add_mutually_exclusive_group()
+    build.add_argument(
+        "--cuda", action="store_true", help="Install the builds for NVIDIA GPUs. Default: if a driver is loaded here."
+    )
+    build.add_argument("--cpu", action="store_true", help="Install the builds for CPUs. Default: if no driver is here.")
+    parser.add_argument("--dry-run", action="store_true", help="Print what would be fetched, and install nothing.")
+    parser.set_defaults(run=run_install)
+    return parser
+
+
+def run_install(arguments: argparse.Namespace) -> int:
+    """Install all packages into the environment of this process, for `flash install`. Returns 1 if one fails."""
+    from flash.install import making
+
+    cuda = arguments.cuda if arguments.cuda or arguments.cpu else None
+    return making.report(lambda: making.complete(cuda, dry_run=arguments.dry_run))
+
+
 def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
     """Add the parser of `flash init` to `commands`, and return it."""
     parser = commands.add_parser(
@@ -96,6 +122,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     for file, description in PROJECT_FILES.items():
         sys.stdout.write(f"{file.ljust(width)}  {description}\n")
     steps = [f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}"]
+    if find_spec("torch") is None or find_spec("vllm") is None:
+        steps.insert(0, "flash install")
     if sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
         steps.insert(0, f". {shlex.quote(sys.prefix)}/bin/activate")
     sys.stdout.write("\nGo on with:\n" + "".join(f"    {step}\n" for step in steps))
@@ -148,6 +176,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
                 )
             except ConfigError as error:
                 return missing(str(error), "correct it; the findings below are for a small run")
+            except ModuleNotFoundError as error:
+                return missing(f"it is read with {error.name}, which is not installed", "`flash install` installs it")
             return ok("every key is valid, and the files and classes that it names exist")
 
         findings += examine({"config": read}, None, CONFIG_S)
@@ -193,7 +223,7 @@ def containers(config: Config | None) -> Finding:
 
         return ok(anyio.run(engine_name))
     except ModuleNotFoundError as error:
-        found, advice = f"{error.name} is not installed", "pip install -e '.[sandbox]' in Flash's folder"
+        found, advice = f"{error.name} is not installed", advice_for_extra("sandbox")
     except Exception as error:  # a container engine that does not work may raise any error
         found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
     if wanted:

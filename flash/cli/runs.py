@@ -33,7 +33,7 @@ from flash.cli.arguments import (
 )
 from flash.config.load import load, read_toml
 from flash.config.tree import Config, ModelConfig, TrackerName
-from flash.errors import ConfigError, FlashError
+from flash.errors import ConfigError, FlashError, advice_for_extra
 from flash.observe.comparison import differences, read_run, results, table
 from flash.observe.rhythm import MeasuredRhythm, coupling_lines, head_lines, response_lines
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
@@ -86,8 +86,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     missing = [name for name in VIEW_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"flash view needs {' and '.join(missing)}: `make env` makes an environment that has them, "
-            "`pip install -e '.[view]'` in Flash's folder adds them to another one"
+            f"flash view needs {' and '.join(missing)}, which is not installed: {advice_for_extra('view')}"
         )
     from flash.view.app import make_app
     from flash.view.runs import open_runs

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flash.cli.arguments import CommandParsers, check_writable
+from flash.cli.arguments import CommandParsers, check_writable, require_engine
 from flash.config.check import advise_on_engines
 from flash.config.decode import ConfigProblem
 from flash.config.load import load, split_arguments
@@ -284,6 +284,7 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
     from flash.run.loop_watch import run_watched
     from flash.run.processes.launch_state import remember_shared_memory, scratch_folder
 
+    require_engine()
     if named is None:
         make_missing_models(config)
         named = config.model.path

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from flash.cli.arguments import CommandParsers, add_hub_option, hub_place
+from flash.cli.arguments import CommandParsers, add_hub_option, hub_place, require_engine
 from flash.config.check import advise
 from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, is_setting, load, split_arguments
@@ -76,6 +76,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         from flash.run.models import make_missing_models
         from flash.run.processes.launcher import launch
 
+        require_engine()
         interruptible()
         make_missing_models(config)
         return launch(config)
@@ -251,6 +252,7 @@ def run_join(arguments: argparse.Namespace) -> int:
         known = ", ".join(f"`{key}`" for key in OWN_KEYS)
         raise ConfigError(f"`{foreign[0]}` is not a machine's own: the run has it; a node that joins may set {known}")
     place = hub_place(arguments.hub, [argument for argument in arguments.where if not is_setting(argument)])
+    require_engine()
     return join(place, overrides)
 
 

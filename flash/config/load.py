@@ -641,7 +641,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
         if "=" not in word and not os.path.exists(word) and (setting := as_setting(word, arguments[place + 1 :])):
             raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")
     if not paths:
-        raise ConfigError("no config file was given; the smallest one is examples/tiny.toml")
+        raise ConfigError("no config file was given; `flash init FOLDER` writes a small project that has one")
     return paths, overrides
 
 

