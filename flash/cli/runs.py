@@ -86,7 +86,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     missing = [name for name in VIEW_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"flash view needs {' and '.join(missing)}, which is not installed: {advice_for_extra('view')}"
+            f"flash view needs packages that are not installed, {' and '.join(missing)}: {advice_for_extra('view')}"
         )
     from flash.view.app import make_app
     from flash.view.runs import open_runs

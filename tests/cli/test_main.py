@@ -209,7 +209,7 @@ sys.exit(main(sys.argv[1:]))
             ["plan", "examples/tiny.toml"],
             2,
             # Any package of the extra may be imported first.
-            r"needs the package \w+, which is not installed: `flash install` installs it\n$",
+            r"needs the package \w+, which is not installed: `flash install` installs all packages\n$",
         ),
     ],
 )

@@ -378,3 +378,26 @@ def test_folders_of_installed_packages_outside_the_environment_are_not_the_users
     monkeypatch.syspath_prepend(tmp_path)
     assert own_folders()[0] == str(tmp_path)
     assert str(tmp_path / packages) not in own_folders()
+
+
+def test_a_folder_of_the_user_that_a_package_of_flash_hides_is_told(
+    tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "mine.py").write_text("class Mine: ...\n")
+    monkeypatch.chdir(tmp_path)
+    hidden = f"which hides {tmp_path / 'envs'}; give your own package another name"
+    with pytest.raises(
+        ConfigError, match=f"there is no module `envs.mine`: `envs` is the package in .*/envs, {hidden}"
+    ):
+        load_object("envs.mine:Mine")
+    with pytest.raises(ConfigError, match=r"there is no module `envs.arithmetik`; did you mean `envs.arithmetic`\?"):
+        load_object("envs.arithmetik:Arithmetic")
+
+
+def test_a_package_of_the_user_that_hides_one_of_flash_is_told(tmp_path: Path) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").touch()
+    load = "from flash.config.objects import load_object; load_object('envs.arithmetic:Arithmetic')"
+    done = subprocess.run([sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"`envs` is the package in {tmp_path / 'envs'}, which hides " in done.stderr

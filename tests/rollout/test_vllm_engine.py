@@ -30,8 +30,8 @@ from flash.rollout.engine import Pressure, Progress, ResponseRequest
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.sampling import Sampling
 from flash.types import Canary, Completion, Published
-from flash.weights.image import Fingerprint
 from flash.weights.engine_process import SPIN_S
+from flash.weights.image import Fingerprint
 from flash.weights.versions import decode_update, encode_update
 from tests.forked_command import ROOT, ForkedCommand
 from tests.rollout import engine_contract as contract

