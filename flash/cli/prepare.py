@@ -177,7 +177,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             except ConfigError as error:
                 return missing(str(error), "correct it; the findings below are for a small run")
             except ModuleNotFoundError as error:
-                return missing(f"it is read with {error.name}, which is not installed", "`flash install` installs all packages")
+                advice = advice_for_extra("train")
+                return missing(f"it is read with {error.name}, which is not installed", advice)
             return ok("every key is valid, and the files and classes that it names exist")
 
         findings += examine({"config": read}, None, CONFIG_S)
