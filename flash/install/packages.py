@@ -318,8 +318,10 @@ def announce(plan: Plan, *, listed: bool) -> None:
     )
     if listed:
         names = [name for lock in plan.locks for name in absent(lock)]
-        sys.stdout.write(f"  {len(names)} packages beside torch are missing here or have other versions:\n")
-        sys.stdout.write(textwrap.fill(", ".join(names), 118, initial_indent="    ", subsequent_indent="    ") + "\n")
+        # Non-breaking spaces keep the version on the line of its name.
+        lines = textwrap.wrap(", ".join(name.replace(" ", "\xa0") for name in names), 114, break_on_hyphens=False)
+        sys.stdout.write(f"  {len(names)} packages are missing or have other versions, torch for CPUs not counted:\n")
+        sys.stdout.writelines(f"    {line}\n".replace("\xa0", " ") for line in lines)
 
 
 def absent(lock: Path) -> list[str]:
