@@ -133,7 +133,7 @@ def requirements() -> list[str]:
 def install_torch(executable: Path) -> None:
     """Install torch's build for CPUs into TRL's environment, on a machine without a GPU."""
     if not packages.has_nvidia_gpu():
-        torch = packages.find_torch(commands.Environment(executable.parents[1]))
+        torch = packages.find_torch(commands.VirtualEnvironment(executable.parents[1]))
         if torch.size == packages.CPU:  # the other one comes with the requirements
             where = commands.variables(dict(torch.variables))
             run_command([executable, *PIP_INSTALL, "--no-deps", torch.requirement], RUN_TIMEOUT_S, where)

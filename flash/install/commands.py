@@ -90,7 +90,7 @@ def output(
     return done.stdout if done.returncode == 0 else None
 
 
-class Environment(NamedTuple):
+class VirtualEnvironment(NamedTuple):
     """A virtual environment that packages are installed into. Its folder need not exist yet."""
 
     folder: Path
@@ -155,7 +155,8 @@ class Environment(NamedTuple):
             InstallError: there is no pip, or pip's configuration files make it install into another folder.
         """
         if not self.output(self.python, "-m", "pip", "--version"):
-            self.run(self.python, "-m", "ensurepip")
+            with phase("pip"):
+                self.run(self.python, "-m", "ensurepip")
         settings = ELSEWHERE.findall(self.output(self.python, "-m", "pip", "config", "list") or "")
         if settings:
             raise InstallError(

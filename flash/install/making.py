@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flash.install import packages
-from flash.install.commands import Environment, InstallError, output, phase, variables
+from flash.install.commands import InstallError, VirtualEnvironment, output, phase, variables
 
-FIRST_IMPORTS = (
-    "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, vllm.v1.engine.async_llm, matplotlib.pyplot"
-)
+FIRST_IMPORTS = "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, matplotlib.pyplot"
 """Modules that are imported once at the end. This reveals packages that do not fit together, and compiles the modules
 that a run imports, which are few of the 22,000 files."""
+
+FIRST_IMPORTS_ENGINE = "vllm.v1.engine.async_llm"
+"""Modules of the engine, which are imported too, unless vLLM needs a GPU and this machine has none."""
 
 FIRST_IMPORTS_CPU = "vllm.v1.worker.cpu_worker, vllm.v1.engine.core, vllm.model_executor.models.qwen3"
 """Modules of the engine's processes on the CPU, which are imported too on a machine without a GPU."""
@@ -35,7 +36,7 @@ RECIPE = sorted(Path(__file__).parent.glob("*.py"))
 """Modules that make the environment. After a change of one of them, an environment is out of date."""
 
 
-def stamp(environment: Environment) -> Path:
+def stamp(environment: VirtualEnvironment) -> Path:
     """Return the file with the fingerprint of a finished environment of a clone."""
     return environment.folder / "flash-installed"
 
@@ -62,12 +63,12 @@ def is_current(clone: Path) -> bool:
     return environment.python.exists() and done.exists() and done.read_text() == fingerprint(clone)
 
 
-def environment_of(clone: Path) -> Environment:
+def environment_of(clone: Path) -> VirtualEnvironment:
     """Return the environment of a clone, which need not exist yet."""
-    return Environment(clone / ".venv")
+    return VirtualEnvironment(clone / ".venv")
 
 
-def made_elsewhere(environment: Environment) -> Path | None:
+def made_elsewhere(environment: VirtualEnvironment) -> Path | None:
     """Return the folder in which the environment was made, from its `bin/activate`; None if that is this folder.
 
     An environment does not work in another folder. Each program in its `bin` begins with the old path. The editable
@@ -86,7 +87,7 @@ def made_elsewhere(environment: Environment) -> Path | None:
     return None
 
 
-def create_venv(environment: Environment, *, keep: bool = True) -> None:
+def create_venv(environment: VirtualEnvironment, *, keep: bool = True) -> None:
     """Make an empty environment with this Python. An environment that works is kept, unless `keep` is False.
 
     Raises:
@@ -109,7 +110,7 @@ def create_venv(environment: Environment, *, keep: bool = True) -> None:
         )
 
 
-def why_torch_fails(environment: Environment) -> str | None:
+def why_torch_fails(environment: VirtualEnvironment) -> str | None:
     """Import torch in an environment, and return the last line of the error; None if the import succeeds."""
     command = [environment.python, "-c", "import torch"]
     done = subprocess.run(
@@ -120,7 +121,7 @@ def why_torch_fails(environment: Environment) -> str | None:
     return [f"Python ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
 
 
-def import_once(environment: Environment, modules: str) -> None:
+def import_once(environment: VirtualEnvironment, modules: str) -> None:
     """Import modules, separated by commas, in an environment.
 
     Raises:
@@ -142,7 +143,7 @@ def import_once(environment: Environment, modules: str) -> None:
 
 
 @contextmanager
-def alone(environment: Environment, file: Path) -> Generator[None]:
+def alone(environment: VirtualEnvironment, file: Path) -> Generator[None]:
     """Hold a lock on a file during the block, so that only one call at a time changes the environment.
 
     Raises:
@@ -165,7 +166,7 @@ def alone(environment: Environment, file: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def fill(environment: Environment, cuda: bool, clone: Path | None, *, dry_run: bool = False) -> None:
+def fill(environment: VirtualEnvironment, cuda: bool, clone: Path | None, *, dry_run: bool = False) -> None:
     """Print what is to be fetched, install it into an environment, and check that it can be imported.
 
     Args:
@@ -181,12 +182,18 @@ def fill(environment: Environment, cuda: bool, clone: Path | None, *, dry_run: b
         if dry_run:
             return
         packages.install(environment, plan, clone)
-        import_once(environment, FIRST_IMPORTS if cuda else f"{FIRST_IMPORTS}, {FIRST_IMPORTS_CPU}")
+        modules = [FIRST_IMPORTS]
+        # An image for GPUs may be built on a machine without one.
+        if not cuda or packages.has_nvidia_gpu():
+            modules.append(FIRST_IMPORTS_ENGINE)
+        if not cuda:
+            modules.append(FIRST_IMPORTS_CPU)
+        import_once(environment, ", ".join(modules))
     finally:
         shutil.rmtree(environment.scratch, ignore_errors=True)
 
 
-def make_clone(clone: Path, fill: Callable[[Environment, bool, Path], None] = fill) -> None:
+def make_clone(clone: Path, fill: Callable[[VirtualEnvironment, bool, Path], None] = fill) -> None:
     """Make the environment of a clone, or complete one whose installation was interrupted, unless it is up to date.
 
     Tests replace `fill`.
@@ -239,13 +246,15 @@ def complete(cuda: bool | None, *, dry_run: bool, prefix: str = sys.prefix, base
             "Make an environment with `python3 -m venv .venv`, activate it with `. .venv/bin/activate`, and install "
             "Flash there"
         )
-    environment = Environment(Path(prefix))
+    environment = VirtualEnvironment(Path(prefix))
     cuda = packages.has_nvidia_gpu() if cuda is None else cuda
     start = time.monotonic()
     with alone(environment, environment.folder / "pyvenv.cfg"):
         sys.stdout.write(f"Installing into {environment.folder}:\n")
         fill(environment, cuda, None, dry_run=dry_run)
-    done = "Nothing was installed" if dry_run else f"Ready after {time.monotonic() - start:.0f} s"
+    done = (
+        "This was a dry run: none of them was installed" if dry_run else f"Ready after {time.monotonic() - start:.0f} s"
+    )
     sys.stdout.write(f"{done}.\n")
 
 

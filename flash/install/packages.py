@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from flash.install.commands import Environment, InstallError, output, phase
+from flash.install.commands import InstallError, VirtualEnvironment, output, phase
 
 LOCKS = Path(__file__).parent / "locks"
 """Folder of the files of pins, each with hashes. scripts/lock.py writes them."""
@@ -145,7 +145,7 @@ def has_compiler() -> bool:
     return headers.is_file() and None not in map(shutil.which, ("make", "cc", "gcc"))
 
 
-def installed_version(environment: Environment, name: str) -> str | None:
+def installed_version(environment: VirtualEnvironment, name: str) -> str | None:
     """Return the version of a package in an environment; None if it is not installed there."""
     program = f"import importlib.metadata as m; print(m.version({name!r}))"
     listing = environment.output(environment.python, "-c", program)
@@ -153,7 +153,7 @@ def installed_version(environment: Environment, name: str) -> str | None:
 
 
 def offers(
-    environment: Environment, build: str, timeout: float, *options: str, more: Mapping[str, str] | None = None
+    environment: VirtualEnvironment, build: str, timeout: float, *options: str, more: Mapping[str, str] | None = None
 ) -> bool:
     """Return True if pip finds this build of torch within `timeout` seconds. Only the list of versions is fetched."""
     command = (environment.python, "-m", "pip", "index", "versions", "torch")
@@ -161,7 +161,7 @@ def offers(
     return re.search(rf"[ (]{re.escape(build)}[,)\s]", listing or "") is not None
 
 
-def find_torch(environment: Environment, index: str = TORCH_CPU_INDEX) -> Torch:
+def find_torch(environment: VirtualEnvironment, index: str = TORCH_CPU_INDEX) -> Torch:
     """Return the build of torch that an environment gets on a machine without a GPU.
 
     A CPU build that is already installed is kept; else the order is that of the module's docstring.
@@ -184,7 +184,7 @@ def find_torch(environment: Environment, index: str = TORCH_CPU_INDEX) -> Torch:
     )
 
 
-def uv_variables(environment: Environment) -> dict[str, str]:
+def uv_variables(environment: VirtualEnvironment) -> dict[str, str]:
     """Return environment variables with which uv reaches the index that pip is configured for.
 
     A variable that the user has set for uv is left as it is.
@@ -201,7 +201,7 @@ def uv_variables(environment: Environment) -> dict[str, str]:
     return found
 
 
-def torch_needs(environment: Environment) -> list[str]:
+def torch_needs(environment: VirtualEnvironment) -> list[str]:
     """Return the requirements of the installed torch that `LOCK` does not have: CUDA's libraries, or an empty list."""
     program = "import importlib.metadata as m; print(*m.requires('torch') or (), sep='\\n')"
     listing = environment.output(environment.python, "-c", program)
@@ -219,7 +219,7 @@ def pins(lock: Path) -> list[str]:
     return [line.rstrip(" \\") for line in lock.read_text().splitlines() if line[0].isalnum()]
 
 
-def constraints(environment: Environment) -> Path:
+def constraints(environment: VirtualEnvironment) -> Path:
     """Write `LOCK` as a file of constraints without hashes, and return its path.
 
     With these constraints pip cannot replace a locked package when it resolves other requirements.
@@ -249,7 +249,7 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def check_space(environment: Environment, size: Size) -> dict[str, str]:
+def check_space(environment: VirtualEnvironment, size: Size) -> dict[str, str]:
     """Check the free disk space. Returns environment variables, which switch off each cache that has no room.
 
     pip's cache holds the fetched files. uv's cache holds the installed files; on the disk of the environment these are
@@ -295,7 +295,7 @@ class Plan(NamedTuple):
     """The build of torch for a machine without a GPU; None if the locks have torch."""
 
 
-def make_plan(environment: Environment, cuda: bool, *, development: bool) -> Plan:
+def make_plan(environment: VirtualEnvironment, cuda: bool, *, development: bool) -> Plan:
     """Return what an environment needs: for NVIDIA GPUs if `cuda` is True, and with the packages for development of a
     clone if `development` is True."""
     locks = (DEVELOPMENT_LOCK, TEMPLATES_LOCK) if development else ()
@@ -344,7 +344,7 @@ def absent(lock: Path) -> list[str]:
     return missing
 
 
-def install_locked(environment: Environment, lock: Path, installer: Path, more: Mapping[str, str]) -> None:
+def install_locked(environment: VirtualEnvironment, lock: Path, installer: Path, more: Mapping[str, str]) -> None:
     """Install the packages of the file `lock` with uv, which is itself installed from the file `installer`.
 
     If uv cannot do it, pip does. pip also knows indexes and logins that uv does not know. The hashes make both install
@@ -361,7 +361,7 @@ def install_locked(environment: Environment, lock: Path, installer: Path, more: 
         environment.pip(*LOCKED, lock, more=more)
 
 
-def remove_other_build(environment: Environment, cuda: bool) -> None:
+def remove_other_build(environment: VirtualEnvironment, cuda: bool) -> None:
     """Uninstall vLLM's build for CPUs from an environment for NVIDIA GPUs if `cuda` is True, else the other build.
 
     Both builds have the same files, so neither would work beside the other. A torch for CPUs goes, too, because its
@@ -376,7 +376,7 @@ def remove_other_build(environment: Environment, cuda: bool) -> None:
                 environment.pip("uninstall", "--yes", name)
 
 
-def install(environment: Environment, plan: Plan, clone: Path | None) -> None:
+def install(environment: VirtualEnvironment, plan: Plan, clone: Path | None) -> None:
     """Install exactly the locked packages, and torch. pip resolves nothing else, so all machines get the same packages.
 
     If torch brings CUDA's libraries, these are resolved too, under the constraints of the locked packages. With the
