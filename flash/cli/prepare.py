@@ -166,9 +166,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
         def read(_: Config | None) -> Finding:
             """Read the configuration, as the first check. The argument of a check is not needed."""
-            from flash.run.checks.preflight import sft_problems, start_problems
-
             try:
+                from flash.run.checks.preflight import sft_problems, start_problems
+
                 config.append(
                     load(
                         paths, overrides, also=lambda one: start_problems(one) if one.sft is None else sft_problems(one)

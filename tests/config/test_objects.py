@@ -393,11 +393,3 @@ def test_a_folder_of_the_user_that_a_package_of_flash_hides_is_told(
         load_object("envs.mine:Mine")
     with pytest.raises(ConfigError, match=r"there is no module `envs.arithmetik`; did you mean `envs.arithmetic`\?"):
         load_object("envs.arithmetik:Arithmetic")
-
-
-def test_a_package_of_the_user_that_hides_one_of_flash_is_told(tmp_path: Path) -> None:
-    (tmp_path / "envs").mkdir()
-    (tmp_path / "envs" / "__init__.py").touch()
-    load = "from flash.config.objects import load_object; load_object('envs.arithmetic:Arithmetic')"
-    done = subprocess.run([sys.executable, "-c", load], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert f"`envs` is the package in {tmp_path / 'envs'}, which hides " in done.stderr

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flash", "algorithms", "envs")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHORT = ("run.steps=2", "tiny_model.warm_start_steps=20", "train.batch_size=32", "eval.problems=16")
 
 
@@ -39,19 +40,24 @@ class Installed(NamedTuple):
     def packages(self) -> Path:
         return next((self.folder / "lib").glob("python*/site-packages"))
 
-    def run(self, program: str, *arguments: str, code: int = 0) -> str:
-        """Run a program of the environment, and return its output. Fails if the program ends with another exit code."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "FLASH_", "PYTEST", "COV_", "VIRTUAL_ENV"))
-        }
+    def run(self, program: str, *arguments: str, code: int = 0, path: Path | None = None) -> str:
+        """Run a program of the environment, and return its output. Fails if the program ends with another exit code.
+
+        `path` is a folder with further packages.
+        """
+        variables = clean_variables() | ({} if path is None else {"PYTHONPATH": str(path)})
         done = subprocess.run(
             [self.folder / "bin" / program, *arguments],
-            cwd=self.work, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            cwd=self.work, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout
         return done.stdout
+
+
+def clean_variables() -> dict[str, str]:
+    """Return the variables of this process without those that lead to other packages or describe this test."""
+    unwanted = ("PYTHON", "FLASH_", "PYTEST", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
 
 
 def requirements(lines: list[str], extras: tuple[str, ...] = ("",)) -> Iterator[Requirement]:
@@ -59,6 +65,21 @@ def requirements(lines: list[str], extras: tuple[str, ...] = ("",)) -> Iterator[
     for wanted in map(Requirement, lines):
         if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
             yield wanted
+
+
+def link(wanted: list[str], folder: Path) -> None:
+    """Make links in a folder to all that these requirements bring, as it is installed in this environment."""
+    todo, seen = [*requirements(wanted)], set[str]()
+    while todo:
+        one = todo.pop()
+        if one.name.lower() in seen:
+            continue
+        seen.add(one.name.lower())
+        package = importlib.metadata.distribution(one.name)
+        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (folder / name).exists():  # several packages may be parts of one
+                (folder / name).symlink_to(Path(str(package.locate_file(name))))
+        todo += requirements(package.requires or [], ("", *one.extras))
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +100,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     found = Installed(tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("work"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", found.folder], check=True)
     pip = (sys.executable, "-m", "pip", "--python", found.folder / "bin" / "python")
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    todo, seen = [*requirements(project["dependencies"])], set[str]()
-    while todo:
-        wanted = todo.pop()
-        if wanted.name.lower() in seen:
-            continue
-        seen.add(wanted.name.lower())
-        package = importlib.metadata.distribution(wanted.name)
-        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
-            (found.packages / name).symlink_to(Path(str(package.locate_file(name))))
-        todo += requirements(package.requires or [], ("", *wanted.extras))
+    options = ("--quiet", "--no-deps", "--no-index")
+    subprocess.run([*pip, "install", *options, wheel], check=True, env=clean_variables())
+    link(PROJECT["dependencies"], found.packages)
     return found
 
 
@@ -140,6 +152,47 @@ def test_without_other_packages_commands_say_what_is_missing_or_do_their_work(in
     simulated = (ROOT / "examples" / "simulate.toml").read_text()
     (installed.work / "simulate.toml").write_text(simulated)
     assert "asynchronous" in installed.run("flash", "simulate", "simulate.toml", "run.steps=1")
+
+
+def test_a_package_of_the_user_that_hides_one_of_flash_is_told(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").touch()
+    load = "from flash.config.objects import load_object; load_object('envs.arithmetic:Arithmetic')"
+    told = installed.run("python", "-c", load, code=1, path=tmp_path)
+    assert f"`envs` is the package in {tmp_path / 'envs'}, which hides {installed.packages / 'envs'}; give" in told
+
+
+@pytest.mark.parametrize(
+    ("extra", "modules"),
+    [
+        ("view", "flash.view.app, flash.cli.runs"),
+        ("sandbox", "envs.sandbox.engines.docker, envs.sandbox.remote.client, envs.sandbox.cli, envs.agent"),
+        ("math", "envs.rewards.math"),
+        ("train", "flash.run.trainer_rank, flash.run.sft_rank, flash.observe.plots, gguf, accelerate, peft"),
+    ],
+)
+def test_an_extra_brings_what_its_commands_import(
+    installed: Installed, tmp_path: Path, extra: str, modules: str
+) -> None:
+    link(PROJECT["optional-dependencies"][extra], tmp_path)
+    installed.run("python", "-c", f"import {modules}", path=tmp_path)
+
+
+OTHER_VLLM = """
+import sys
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+print(current_platform.device_name, isinstance(shm_broadcast.SpinCondition, type), "flash" in sys.modules)
+"""
+"""A program with vLLM and without Flash. It prints whether vLLM's processes wait as vLLM has it, and if Flash was
+loaded."""
+
+
+def test_a_vllm_of_another_program_loads_nothing_of_flash(complete: Installed) -> None:
+    assert complete.run("python", "-c", OTHER_VLLM).splitlines()[-1].split()[1:] == ["True", "False"]
 
 
 def test_a_new_project_trains_with_the_wheel(complete: Installed) -> None:
