@@ -314,7 +314,7 @@ def announce(plan: Plan, *, listed: bool) -> None:
     size = plan.size
     sys.stdout.write(
         f"  {plan.title}.\n"
-        f"  To fetch: {size.fetched:.1f} GB. On disk: {size.made:.1f} GB, and {size.making:.1f} GB meanwhile.\n"
+        f"  To fetch: at most {size.fetched:.1f} GB. On disk: {size.made:.1f} GB, and {size.making:.1f} GB meanwhile.\n"
     )
     if listed:
         names = [name for lock in plan.locks for name in absent(lock)]
@@ -385,7 +385,7 @@ def install(environment: VirtualEnvironment, plan: Plan, clone: Path | None) -> 
     no_room = check_space(environment, plan.size)
     remove_other_build(environment, cuda=plan.torch is None)
     for lock in plan.locks:
-        with phase(f"{len(pins(lock))} packages of {lock.name}"):
+        with phase(f"packages of {lock.name} ({len(pins(lock))})"):
             install_locked(environment, lock, INSTALLER_LOCK, no_room)
     if clone is not None:
         with phase("flash"):
