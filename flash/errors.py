@@ -62,7 +62,7 @@ def advice_for_extra(extra: str) -> str:
     """
     if extra in ("train", "vllm"):
         return "`flash install` installs all packages"
-    return f"`flash install` installs all packages, and `pip install 'flash-rl[{extra}]'` only those for this"
+    return f"`flash install` installs all packages, and the extra `{extra}` of Flash's wheel only those for this"
 
 
 def encodable(text: str) -> str:

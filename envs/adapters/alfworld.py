@@ -72,7 +72,7 @@ class Alfworld(TextGame[AlfworldOptions]):
         """
         for package in ("textworld", "fast_downward"):
             if find(package) is None:
-                how = "`pip install 'flash-rl[environments]' 'textworld[pddl]'` installs it where there is a C compiler"
+                how = "`pip install 'textworld[pddl]'` installs it where there is a C compiler"
                 raise ConfigError(f"{package} is not installed: {how}")
         _games(options)  # raises ConfigError if a side has no games
 

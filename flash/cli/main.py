@@ -129,7 +129,7 @@ def extra_of(module: str) -> str | None:
     """Return the first extra of this distribution that installs a module; None if no extra does.
 
     `main` names it in the error message about a missing package. An extra is an optional group of dependencies, such as
-    `view` in `pip install 'flash-rl[view]'`.
+    `view`.
     """
     wanted = module.partition(".")[0].lower()
     for line in importlib.metadata.requires("flash-rl") or []:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,10 @@ class Stuck(Wrong):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: None) -> Path:
     (tmp_path / "checked_env.py").write_text(MODULE)
     (tmp_path / "run.toml").write_text('env = { path = "checked_env:Wrong", options = { length = 3 } }')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
 
 

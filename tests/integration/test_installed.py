@@ -136,7 +136,7 @@ def test_without_other_packages_commands_say_what_is_missing_or_do_their_work(in
         ("eval", "project/run.toml"): "`flash install` installs all packages\n",
         ("rollout", "project/run.toml"): "`flash install` installs all packages\n",
         ("plan", "project/run.toml"): "`flash install` installs all packages\n",
-        ("sandbox", "doctor"): "`pip install 'flash-rl[sandbox]'` only those for this\n",
+        ("sandbox", "doctor"): "the extra `sandbox` of Flash's wheel only those for this\n",
     }
     for arguments, advice in missing.items():
         told = installed.run("flash", *arguments, code=2)
