@@ -259,12 +259,6 @@ def test_the_requirements_pin_every_package_and_share_flashs_versions():
     assert {"trl", "torch", "transformers"} <= {requirement.partition("==")[0] for requirement in wanted}
 
 
-def test_the_installer_says_where_torch_comes_from():
-    installer = versus_trl.installer()
-    assert callable(installer.find_torch)
-    assert isinstance(installer.has_nvidia_gpu(), bool)
-
-
 # -- the tasks -------------------------------------------------------------------------------------------------------
 
 
