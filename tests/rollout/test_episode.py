@@ -789,7 +789,7 @@ def test_a_large_prompt_is_counted_in_a_thread_and_one_that_is_far_too_large_is_
             return super().render(observation, tools)
 
     env = CountsPrompts(end(1.0), observation="x" * (LARGE_LETTERS + letters))
-    settings = msgspec.structs.replace(SETTINGS, max_length=LARGE_LETTERS, max_tokens=2 * LARGE_LETTERS)
+    settings = msgspec.structs.replace(SETTINGS, max_length=LARGE_LETTERS)
     player = EpisodePlayer(lambda kind: env, Slow(), Script(say("a")), settings, Phases(), now=lambda: 0.0)
     assert isinstance(anyio.run(player.play, LEASE, EpisodeProgress()), Trajectory)
     first = env.counts[0][0]
