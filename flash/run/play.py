@@ -91,7 +91,11 @@ def _loop() -> asyncio.AbstractEventLoop:
     """
     loop = WatchedLoop()
     loop.call_soon(loop.watch, _log.warning)
-    threading.Thread(target=loop.run_forever, name="flash.play", daemon=True).start()
+    # anyio kills its worker processes when the loop's main task ends. An episode must not be that task: the next one
+    # would be given a killed worker.
+    threading.Thread(
+        target=loop.run_until_complete, args=(anyio.sleep_forever(),), name="flash.play", daemon=True
+    ).start()
     return loop
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import flash
+from envs.workers import in_worker
 from flash.config.tree import Config
 
 
@@ -117,3 +118,16 @@ class OneClient(Guess):
 def test_all_episodes_of_a_process_are_played_on_one_loop() -> None:
     for _ in range(2):
         assert flash.play(make_config(OneClient), ["0", "2"]).rewards == [0.0, 1.0]
+
+
+class InWorker(Guess):
+    """Counts the answer in a worker process, which is kept for later calls."""
+
+    async def step(self, action: str) -> Any:
+        assert await in_worker(60, len, action) == 1
+        return await super().step(action)
+
+
+def test_a_worker_process_of_one_episode_serves_the_next_one() -> None:
+    for _ in range(3):
+        assert flash.play(make_config(InWorker), ["0", "2"]).rewards == [0.0, 1.0]
