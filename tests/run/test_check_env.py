@@ -581,3 +581,16 @@ def test_a_check_without_a_result_in_its_time_is_a_warning_and_the_others_go_on(
         ("interface", "pass"),
     ]
     assert reported[0].text == "no result within 1 s"
+
+
+class NeverStarts(Good):
+    async def reset(self, seed: int) -> Any:
+        await anyio.sleep(1000)
+
+
+def test_an_environment_that_gives_no_first_episode_in_time_fails() -> None:
+    reported: list[Finding] = []
+    run_watched(lambda message: None, checks.examine_environment, make_config(NeverStarts), 5.0, reported.append)
+    assert [(one.check, one.state, one.text) for one in reported] == [
+        ("interface", "failure", "no result within 1 s"),
+    ]
