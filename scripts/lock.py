@@ -164,8 +164,10 @@ def main(upgrade: bool) -> None:
             *("--constraint", packages.LOCK, *options),
             beside=packages.LOCK,
         )
-        locked = {entry.partition("==")[0] for entry in entries(packages.LOCK).values()}
-        own = [one for one in entries(packages.DEVELOPMENT_LOCK).values() if one.partition("==")[0] not in locked]
+        # Names are compared with their conditions: `LOCK` may have a package for Windows only that is needed here on
+        # every system.
+        locked = entries(packages.LOCK)
+        own = [entry for name, entry in entries(packages.DEVELOPMENT_LOCK).items() if name not in locked]
         packages.DEVELOPMENT_LOCK.write_text(HEADER + "".join(own))
 
 

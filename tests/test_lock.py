@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import tomllib
 import zipfile
@@ -10,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flash.install.packages import DEVELOPMENT_EXTRAS, EXTRAS
 
@@ -80,10 +82,32 @@ def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows(cuda: b
         assert all(version in wanted.specifier for version in versions), f"{line}, but locked is {versions}"
 
 
-def test_the_environment_of_a_clone_has_each_package_once() -> None:
-    names = [re.findall(r"^([a-z0-9._-]+)==", lock, flags=re.MULTILINE) for lock in ALL]
-    assert not {*names[0]} & {*names[2]}
-    assert not {*names[1]} & {*names[2]}
+@pytest.mark.parametrize("other", [0, 1], ids=NAMES[:2])
+def test_a_package_in_two_files_has_one_version(other: int) -> None:
+    pins = [dict(re.findall(r"^([a-z0-9._-]+)==([^ ]+)", lock, flags=re.MULTILINE)) for lock in ALL]
+    both = {*pins[other]} & {*pins[2]}
+    assert {name: pins[other][name] for name in both} == {name: pins[2][name] for name in both}
+
+
+def test_everything_that_the_installed_packages_require_is_installed(lock: ModuleType) -> None:
+    left_out = lock.NOT_FOR_TEXT | lock.COMPILED
+    # The packages of `lock.TEMPLATES` and `lock.COMPILED` are installed without their requirements: see these names.
+    alone = {"trl", *lock.COMPILED}
+    missing: list[str] = []
+    for package in importlib.metadata.distributions():
+        for line in package.requires or [] if package.name not in alone else []:
+            wanted = Requirement(line)
+            name = canonicalize_name(wanted.name)
+            if name in left_out or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
+                continue
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(f"{package.name} needs {line}, which is not installed")
+            else:
+                if not wanted.specifier.contains(version, prereleases=True):
+                    missing.append(f"{package.name} needs {line}, installed is {version}")
+    assert not missing
 
 
 def test_no_registry_is_named() -> None:
