@@ -249,13 +249,13 @@ def _repeats(known: Message, messages: Sequence[Message], start: int) -> int:
 def _follows(last: Message, more: Message) -> bool:
     """Return True if `more` can be the next part of the answer that the assistant's message `last` begins.
 
-    The order of the parts is reasoning, content, calls. A message with calls can follow any part, if it has nothing
-    else.
+    Reasoning and content come before the calls. They come in either order: a stream sends reasoning after content if
+    the parser finds it only in the complete answer. A message with calls follows if it has nothing else.
     """
     if more.tool_calls:
         return not (more.content or more.reasoning)
     if more.reasoning:
-        return False
+        return not (more.content or last.reasoning or last.tool_calls)
     return not (last.content or last.tool_calls)
 
 

@@ -21,6 +21,7 @@ from flash.types import (
     ShardSample,
     Task,
     Tool,
+    ToolCall,
     Trajectory,
     Turn,
     VersionRun,
@@ -203,3 +204,17 @@ def test_a_new_branch_begins_after_the_last_answer_that_it_shares_with_one() -> 
     history.answer(history.place([one, first, three]), second)
     assert history.place([one, first, three, second, two]) == (1, 2, False, [two])
     assert history.place([one, first, three, one]) == (0, 1, True, [three, one]), "where it was said first"
+
+
+def test_the_parts_of_an_answer_that_a_client_sends_as_messages_of_their_own_are_that_answer() -> None:
+    history = History()
+    asked, more = Message("user", "one"), Message("user", "two")
+    call = (ToolCall("a", "add", "{}"),)
+    history.answer(history.place([asked]), Message(ASSISTANT, "said", "thought", call))
+    said, thought = Message(ASSISTANT, "said"), Message(ASSISTANT, "", "thought")
+    for parts in ([said, thought], [thought, said], [said]):
+        place = history.place([asked, *parts, Message(ASSISTANT, "", tool_calls=call), more])
+        assert place == (0, 1, False, [more])
+    called = Message(ASSISTANT, "", tool_calls=call)
+    for parts in ([called, said], [said, said, called]):
+        assert history.place([asked, *parts, more]).answers == 0
