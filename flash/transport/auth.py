@@ -185,7 +185,7 @@ async def _send(stream: ByteStream, data: bytes) -> None:
 
 
 async def _receive_exactly(stream: ByteStream, count: int) -> bytes:
-    """Return the next `count` bytes. Raises TransportError if the other end hangs up before."""
+    """Return the next `count` bytes. Raises PeerLostError if the other end hangs up before."""
     data = b""
     while len(data) < count:
         try:

@@ -69,9 +69,10 @@ async def connect(
         server: name of the server in error messages.
 
     Raises:
-        ConfigError: `host` cannot be the name of a host.
-        PeerLostError: no process listens there, or it has ended meanwhile.
-        TransportError: the server does not prove the token, or refuses our proof.
+        ConfigError: `host` cannot be the name of a host, the token is too short, or `name` is too long.
+        PeerLostError: the host is unknown or cannot be reached, no process listens there, or the server has closed the
+            connection during the proof, for example because it has ended or holds another token.
+        TransportError: the server does not prove the token, or speaks another protocol.
         DeadlineError: connecting took too long.
     """
     check_token(token)
@@ -99,11 +100,14 @@ async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: f
                 raise
             return stream
     except OSError as error:
-        cause = error.__cause__ or error  # anyio raises the error of the socket as the cause of its own
+        # anyio raises the error of the socket as the cause of its own error. If the host has several addresses, the
+        # cause is a group with one error for each address.
+        cause = error.__cause__
+        causes = cause.exceptions if isinstance(cause, ExceptionGroup) else [cause or error]
         hint = "is it running, and may this machine reach it?"
-        if isinstance(cause, ConnectionRefusedError):
+        if any(isinstance(each, ConnectionRefusedError) for each in causes):
             hint = "nothing listens there: that process has ended, or is starting again; its own output says which"
-        raise PeerLostError(f"cannot connect to {where}: {cause}; {hint}") from error
+        raise PeerLostError(f"cannot connect to {where}: {', '.join(map(str, causes))}; {hint}") from error
     except DeadlineError:
         raise  # The message names the server already.
     except UnicodeError as error:
@@ -145,12 +149,15 @@ class Client:
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send a request and wait for its reply, at most `timeout` seconds.
 
+        If this process was stopped meanwhile, the wait may begin again (`_wait_for_reply`).
+
         Raises:
             DeadlineError: no reply within `timeout` seconds.
             PeerLostError: the connection ended, before or during the call.
             FlashError: the error that the handler raised, in the class that the handler used.
-            TransportError: the handler raised a class that `flash.errors` does not know, the reply is not the struct
-                that the request's class names, or the server broke the protocol, which ends the connection.
+            TransportError: the request is longer than a frame may be, the handler raised a class that `flash.errors`
+                does not know, the reply is not the struct that the request's class names, or the server broke the
+                protocol, which ends the connection.
         """
         number = next(self._ids)
         call = _PendingCall()

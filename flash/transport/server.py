@@ -329,6 +329,7 @@ class ConnectionServer(Generic[RequestT]):
         """Return the client's name once both ends have proven the token.
 
         Raises:
+            PeerLostError: the client has closed the connection.
             TransportError: the proof is wrong, or a newer connection has taken the place of this one.
             TimeoutError: the proof has taken too long.
         """

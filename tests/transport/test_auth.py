@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+from typing import Any
 
 import anyio
 import msgspec
@@ -179,6 +182,24 @@ async def test_nobody_listening_is_said_with_host_and_port():
     ):
         async with connect("127.0.0.1", port, new_token(), "me", 5):
             pytest.fail("connected")
+
+
+def test_nobody_listening_at_any_address_of_a_host_is_said_like_at_one():
+    class TwoAddresses(asyncio.SelectorEventLoop):
+        async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:
+            return [
+                (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+            ]
+
+    async def reach() -> None:
+        async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+            port = listener.extra(SocketAttribute.local_port)
+        with pytest.raises(PeerLostError, match=rf"two\.test:{port}: .*127\.0\.0\.1.*; nothing listens there"):
+            async with connect("two.test", port, new_token(), "me", 5):
+                pytest.fail("connected")
+
+    anyio.run(reach, backend_options={"loop_factory": TwoAddresses})
 
 
 @pytest.mark.parametrize("host", ["büro..x", "ü" * 70])
