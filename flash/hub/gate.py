@@ -314,14 +314,14 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
     """Return a phrase that says why `result` cannot be the task's result; None if it can.
 
-    `newest`: newest version of any engine.
+    `newest`: newest version that engines can have.
     """
     if result.task != task:
         return "it was for another task"
     if (result.outcome in FINISHED) != isinstance(result, Trajectory):
         return f"a {type(result).__name__} whose outcome is {result.outcome}"
     if isinstance(result, Failure):
-        # The ledger adds these numbers up, and their sum must fit into 64 bits in a checkpoint.
+        # The ledger adds up these numbers and `lost_tokens` of trajectories. A checkpoint has 64 bits for the sum.
         return None if 0 <= result.tokens <= MOST else f"{result.tokens} tokens"
     return trajectory_fault(result, newest)
 
@@ -329,9 +329,11 @@ def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str 
 def trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     """Return a phrase for the first inconsistency in a trajectory; None if there is none.
 
-    `newest` is the newest policy version that engines can have. An inconsistent sample is refused here, because on a
-    trainer rank it would end the run. The node that sent it is disconnected. An action span is the range of the tokens
-    of one response.
+    The gate refuses such a sample and disconnects its node, because on a trainer rank the sample would end the run.
+    `flash.run.bundle` refuses a recorded batch with such a sample. An action span is the range of the tokens of one
+    response.
+
+    `newest`: newest version that engines can have.
     """
     # The bytes are int32 token ids and float32 log-probs: four bytes each.
     if len(trajectory.token_ids) % 4 or len(trajectory.logprobs) % 4:
@@ -356,7 +358,7 @@ def trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
     metrics = (number for turn in turns for number in turn.metrics.values())
     if not (math.isfinite(trajectory.reward) and _finite(numbers) and _finite(metrics)):
         return "a number that is not finite"
-    # A kept set has the tokens that could have been drawn in place of a sampled token, under top-k and similar limits.
+    # A kept set has the tokens that could have been drawn in place of a sampled token, if `top_k` leaves tokens out.
     if trajectory.kept is None and trajectory.task.sampling.has_kept_sets:
         return f"no kept sets, and drawn with top_k = {trajectory.task.sampling.top_k}"
     if trajectory.kept is not None and (fault := trajectory.kept.fault(trajectory.action_count)) is not None:
@@ -366,7 +368,7 @@ def trajectory_fault(trajectory: Trajectory, newest: int) -> str | None:
         return fault
     if trajectory.teacher is not None and len(trajectory.teacher) != len(trajectory.logprobs):
         return f"{trajectory.action_count} sampled tokens, and {len(trajectory.teacher)} bytes of teacher log-probs"
-    if trajectory.lost_tokens < 0:
+    if not 0 <= trajectory.lost_tokens <= MOST:
         return f"{trajectory.lost_tokens} lost tokens"
     if trajectory.length and trajectory.tokens().min() < 0:
         return "a token below 0"

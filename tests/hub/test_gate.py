@@ -248,6 +248,8 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
         ({"reward": float("nan")}, "not finite"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"x": float("inf")})]}, "not finite"),
         ({"token_ids": b"\xff" * 20}, "a token below 0"),
+        ({"lost_tokens": -1}, "-1 lost tokens"),
+        ({"lost_tokens": 2**63 - 1}, "lost tokens"),
         ({"kept": Kept.of([5], [1])}, "3 sampled tokens, but kept sets for 1, with 1 tokens"),
         ({"kept": Kept(b"1", b"")}, "kept sets whose bytes are not whole int32"),
         ({"routes": Routes(b"123", 2, 2)}, "5 tokens, but 3 bytes of experts for 2 layers"),
