@@ -90,7 +90,7 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
 class LeaseRequest(NodeRequest[LeaseReply], frozen=True, tag=True):
     """A node with room asks for tasks.
 
-    The hub answers as soon as the node's share of the available tasks (`flash.hub.work.NodeShares`) has at least one,
+    The hub answers as soon as the node's share of the available tasks (`flash.hub.shares.NodeShares`) has at least one,
     or empty after the long poll. A node sends one such request at a time. If its connection ends before the reply, the
     tasks of the leases in that reply are queued again.
     """

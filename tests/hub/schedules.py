@@ -30,7 +30,7 @@ from flash.hub import protocol as p
 from flash.hub.context import SliceLimits
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState, TrainerStart
-from flash.hub.work import KEPT_S
+from flash.hub.shares import KEPT_S
 from flash.observe.observer import MemoryObserver
 from flash.samples.buffer import MEMBERS_PER_SLICE
 from flash.samples.journal import MemoryJournal, Replay

@@ -18,7 +18,7 @@ from flash.hub.context import SliceLimits
 from flash.hub.hub import DEFAULT_LIMITS, Hub, InProcessCaller
 from flash.hub.protocol import fetch_shard
 from flash.hub.recovery import HubState, Persistence, RecoveredState
-from flash.hub.work import KEPT_S
+from flash.hub.shares import KEPT_S
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.work import KEPT_S, Holders, NodeLoad, NodeShares, equal_loads
+from flash.hub.shares import KEPT_S, NodeLoad, NodeShares, equal_loads
+from flash.hub.work import Holders
 from flash.types import Lease, Task
 
 NODES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
