@@ -337,14 +337,18 @@ class TrainingSteps:
     async def commit(self, request: p.Commit) -> p.Ack:
         """Count a step that all ranks have trained, unless an earlier incarnation has trained it before.
 
-        Either way the stage of the run ends. Rank 0 sends this for all ranks.
+        In both cases the ranks hold the next version then, and the stage of the run (`Stage.STEP` or `Stage.REPEATING`)
+        ends. Rank 0 sends this for all ranks.
 
         Raises:
             ContractError: the ranks are at another step, or a rank has not fetched its whole shard.
         """
         version = self._progress.trainer_version
-        if request.step != version or not all(rank.fetched for rank in self._incarnations.ranks):
+        if request.step != version:
             raise ContractError(f"step {request.step} was committed while the ranks hold version {version}")
+        if missing := [number for number, rank in enumerate(self._incarnations.ranks) if not rank.fetched]:
+            ranks = ", ".join(map(str, missing))
+            raise ContractError(f"step {request.step} was committed, but not fetched to its end by rank {ranks}")
         if self._incarnations.commit():
             with anyio.CancelScope(shield=True):
                 await self._count_step(request)
@@ -446,7 +450,8 @@ class TrainingSteps:
         await run_in_slices(self._samples.pool.copy_ahead())
         await self._work.tidy()
         if self._progress.batch != "none" or self._progress.trainers_behind:
-            raise ContractError(f"a snapshot belongs between two steps, but step {self._progress.version} is trained")
+            step = self._progress.trainer_version
+            raise ContractError(f"a snapshot belongs between two steps, but step {step} is trained")
         self._observer.ledger(self._samples.totals())
         version, buffer = self._progress.version, self._samples.snapshot()
         self._snapshot = (self._incarnations.number, version)

@@ -386,7 +386,7 @@ async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it
     first = await driver.hub.handle(p.BatchRequest(0, 0, []))
     assert first.shard is not None
     assert (len(first.shard.samples), len(first.shard.batch), first.parts_left) == (1, 4, 3)
-    with pytest.raises(ContractError, match="step 0 was committed while the ranks hold version 0"):
+    with pytest.raises(ContractError, match="step 0 was committed, but not fetched to its end by rank 0"):
         await driver.hub.handle(p.Commit(0, {}))
     for wrong in (-1, 4):
         with pytest.raises(ContractError, match=f"rank 0 asks for part {wrong} of the 4 of its shard"):

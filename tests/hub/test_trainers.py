@@ -241,6 +241,8 @@ async def test_the_next_incarnation_trains_the_same_batches_and_nothing_is_booke
         assert await second.begin() == p.IncarnationReply(2, "step-0")
         await second.publish()
         assert not (await second.step()).may_save
+        with pytest.raises(ContractError, match="but step 1 is trained"):
+            await second.call(p.SnapshotRequest())
         assert world.hub.progress.published_version == 2
         assert not (await second.step()).may_save, "the batch of version 2 was handed out already"
         await second.fetch()
