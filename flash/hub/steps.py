@@ -216,7 +216,8 @@ class TrainingSteps:
         """Make the groups of a step ready again whose batch is not whole, because the run was interrupted."""
         self._rounds, self._batches, self._place = [], [], ONLY_ROUND
         self._progress.batch = "none"
-        self._buffer.put_back()
+        with self._work.buffer_errors_end_run():
+            self._buffer.put_back()
         self._progress.send("backlog")
 
     async def _form_round(self) -> None:
@@ -231,7 +232,8 @@ class TrainingSteps:
             if progress.version >= self._config.run.steps:
                 progress.stopping = "finished"
                 progress.send("run")
-                self._buffer.close()
+                with self._work.buffer_errors_end_run():
+                    self._buffer.close()
                 await self._work.tidy()
                 return
             groups = self._buffer.next_round(progress.version)
@@ -369,7 +371,8 @@ class TrainingSteps:
         entries = [entry for shards in self._rounds for entry in shards[0][0].batch]
         dealt = [list(part.samples) for shards in self._rounds for parts in shards for part in parts]
         self._rounds, self._place, self._progress.batch = [], ONLY_ROUND, "none"
-        self._buffer.commit(self._progress.version)
+        with self._work.buffer_errors_end_run():
+            self._buffer.commit(self._progress.version)
         self._progress.version += 1
         await self._work.tidy()
         branches = BranchCounts()

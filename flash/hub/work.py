@@ -18,7 +18,8 @@ except that `work_off_backlog` and `expire_claims` run in tasks of `Hub.run`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from itertools import islice, takewhile
 
 import anyio
@@ -216,6 +217,18 @@ class NodeWork:
         self._evaluation_start: float | None = None
         """Unix seconds of the first lease of the running evaluation; None while no evaluation runs."""
 
+    @contextmanager
+    def buffer_errors_end_run(self) -> Generator[None]:
+        """Run a block that changes the sample buffer. If the buffer raises an error, the run ends with this error.
+
+        The error is not raised in the caller, because it need not concern the caller's request: a change may do a slice
+        of the backlog, which is work that other events have postponed.
+        """
+        try:
+            yield
+        except FlashError as error:
+            self._progress.fail(error)
+
     # -- leases go out -----------------------------------------------------------------------------------------------
 
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
@@ -341,11 +354,8 @@ class NodeWork:
         untrained = self._evaluations.evaluates_untrained
         if max(versions, default=-1) < 0 or self._progress.stopping is not None or untrained:
             return []
-        try:
+        with self.buffer_errors_end_run():
             lease = self._buffer.lease(versions, node, nodes=self._able_nodes)
-        except FlashError as error:
-            self._progress.fail(error)
-            return []
         if lease is None:
             return []
         self._metrics.sampling_began(self._now())
@@ -403,10 +413,8 @@ class NodeWork:
                 self._evaluation_start = None
                 self._progress.send("run")
             return
-        try:
+        with self.buffer_errors_end_run():
             self._buffer.deliver(lease_id, result, node)
-        except FlashError as error:
-            self._progress.fail(error)
 
     async def tidy(self) -> None:
         """Do all work in the buffer's backlog, in slices, then grant the leases that it made possible.
@@ -415,10 +423,8 @@ class NodeWork:
         are served after each slice. Wakes the ranks that wait for a batch. An error of the buffer ends the run.
         """
         while self._samples.backlog:
-            try:
+            with self.buffer_errors_end_run():
                 self._buffer.do_slice()
-            except FlashError as error:
-                self._progress.fail(error)
             self.pass_on_withdrawals()
             await checkpoint()
         self.pass_on_withdrawals()
@@ -498,7 +504,8 @@ class NodeWork:
         await anyio.sleep(waits.claim_s(self._config))
         if left := self.claims.expire():
             self._observer.note(f"samples that queue again, since their nodes did not come back: {len(left)}")
-            self._buffer.revoke(left)
+            with self.buffer_errors_end_run():
+                self._buffer.revoke(left)
             # `revoke` queues the first tasks at once and leaves the rest to the backlog. Waiting ranks check again
             # whether a step is possible, because this also depends on the leases that are out
             # (`SampleBuffer.has_round`).
@@ -546,6 +553,7 @@ class NodeWork:
                 self._evaluations.revoke(lease.lease_id)
             else:
                 training.append(lease.lease_id)
-        self._buffer.revoke(training)
+        with self.buffer_errors_end_run():
+            self._buffer.revoke(training)
         self._progress.send("run", "batches", "engines", "backlog")
         self.grant_leases()

@@ -98,8 +98,8 @@ class SampleBuffer:
         The hub calls this until no work is left, and serves other requests after each slice.
 
         Raises:
-            BreakerError: too many groups were filtered out in a row.
-            ContractError: the ledger does not account for each task and token.
+            BreakerError: too many groups were filtered out in a row. Every method that changes the samples may raise
+                this error, because it may do a slice.
         """
         if self.samples.backlog:
             self._record_and_apply(SliceDone())
@@ -128,6 +128,7 @@ class SampleBuffer:
 
         Raises:
             BreakerError: every kind of environment is in quarantine.
+            ContractError: a domain is due, and none of the next problems is of this domain.
         """
         newest, admission = max(versions, default=-1), self.samples.admission
         if (member := self.samples.leases.queue.first_for(node, nodes)) is not None:
@@ -266,11 +267,12 @@ class SampleBuffer:
         """Count the groups of the step that trained `version` as trained. The counting may leave a backlog.
 
         Raises:
-            ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
+            ContractError: no whole batch of this step was taken, or the ledger does not account for each task and
+                token.
         """
         batches = self.samples.batches
         if not batches.training or batches.open or batches.step != version:
-            raise ContractError(f"step {version} was committed, but no batch was formed for it")
+            raise ContractError(f"step {version} was committed, but no whole batch was formed for it")
         self._taken = 0
         self._record_and_apply(Committed(version, self.samples.counts))
 

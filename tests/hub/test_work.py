@@ -6,21 +6,24 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
 from flash.config import waits
-from flash.errors import PeerLostError, ProtocolError
+from flash.errors import BreakerError, PeerLostError, ProtocolError
 from flash.hub import protocol as p
+from flash.hub.context import SliceLimits
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.recovery import HubState, Persistence, RecoveredState
 from flash.hub.work import LEASES_AT_ONCE, SLICE
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import Committed, MemoryJournal, Replay, Revoked
+from flash.samples.store import FILTER_BREAKER
 from flash.transport.server import Peer
 from flash.types import Failure, Lease, Outcome
-from tests.hub.test_hub import Driver, load, make_config, publish
+from tests.hub.test_hub import Driver, all_leases, load, make_config, publish
 from tests.samples.cases import trajectory
 from tests.samples.test_replay import replayed
 
@@ -95,6 +98,31 @@ async def test_what_a_lease_that_is_taken_back_withdraws_is_passed_on_at_once() 
         assert anyio.current_time() == begun
         assert any("'bad' are in quarantine" in note for note in driver.observer.notes)
         tasks.cancel_scope.cancel()
+
+
+async def test_an_error_of_postponed_work_ends_the_run_and_not_the_event_that_does_a_slice_of_it() -> None:
+    config = make_config(breaker=4, drop_equal_rewards=True, extra_groups=60)
+    driver = Driver(config, kind_of=lambda seed: "bad", limits=SliceLimits(members=1))
+    await driver.begin(0, 1)
+    groups = dict[int, list[Lease]]()
+    for lease in await all_leases(driver, 0):
+        groups.setdefault(lease.task.group_id, []).append(lease)
+    await driver.bring(0, *(leases[0] for leases in groups.values()))
+    most = FILTER_BREAKER * 2
+    filtered: list[int] = []
+
+    async def lose_a_node_before_the_last_group_that_may_be_filtered() -> None:
+        while driver.hub.samples.ledger.filtered < most - 1:
+            await anyio.lowlevel.checkpoint()
+        driver.hub.peer_lost("node-1")
+        filtered.append(driver.hub.samples.ledger.filtered)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lose_a_node_before_the_last_group_that_may_be_filtered)
+        await driver.fail(0, groups[0][1])
+    assert filtered == [most], "the loss of the node has done the slice in which the breaker stops the run"
+    with pytest.raises(BreakerError, match=f"{most} groups in a row"):
+        await driver.cancels(1)
 
 
 class NextHub:
