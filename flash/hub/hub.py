@@ -265,7 +265,10 @@ class Hub:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def handle(self, request: Request[ReplyT]) -> ReplyT:
-        """Answer one request of the protocol. Raises the error of the part of the hub that refuses the request.
+        """Answer one request of the protocol.
+
+        Raises the error of the part of the hub that refuses the request. A request that waits when the run fails raises
+        the error of the run.
 
         `Gate.handle` calls this for peers with a connection, and `InProcessCaller` for peers in the hub's process.
         """
@@ -279,6 +282,7 @@ class Hub:
         Raises:
             IncarnationOverError: the incarnation of the trainer rank that sent the request has ended meanwhile.
             ContractError: the hub serves no such request.
+            FlashError: the part refuses the request, or the run has failed meanwhile.
         """
         match request:
             case p.LeaseRequest():
@@ -325,8 +329,10 @@ class Hub:
         return p.Ack()
 
     async def _answer_rank(self, request: Request[Any]) -> msgspec.Struct:
-        """Call the part of the hub that answers a request of a trainer rank. If it returns no reply, return an
-        `Ack`."""
+        """Call the part of the hub that answers a request of a trainer rank. If it returns no reply, return an `Ack`.
+
+        Raises the errors that `_answer` names.
+        """
         match request:
             case p.IncarnationRequest():
                 return await self._trainers.start(request)

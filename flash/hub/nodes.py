@@ -282,7 +282,8 @@ class WeightVersions:
     def announce(self, version: int) -> None:
         """Let all engines load a newly published version, and grant the leases that this version admits.
 
-        This wakes the requests of `newer`. Each node with engines keeps its share of the new tasks while it loads.
+        This wakes the requests of `newer`. While a node loads the version, its share of the tasks is kept for it, for
+        at most `flash.hub.shares.KEPT_S`.
         """
         self._progress.newest = version
         self._shares.version_published(self._now())
@@ -332,9 +333,9 @@ class WeightVersions:
     def report_engines(self, request: p.EngineReport) -> p.Ack:
         """Store the report of a node about its engines: versions, canary errors, activities, notes and restarts.
 
-        If the newest version on the node has changed, the node's share of the tasks changes, too, and leases are
-        granted. Some numbers count only what happened since the previous report. They are added to the metrics even if
-        reports arrive out of order, because no other report has them.
+        The versions count only if no later report of the node has arrived before this one. If the newest version on the
+        node has changed, leases are granted. The numbers of restarts, blocked seconds and abandoned calls count only
+        the time since the previous report. They are added to the metrics in any case, because no other report has them.
         """
         self._metrics.add_canaries(request.engines)
         self._metrics.add_engine_restarts(request.restarts)
@@ -346,14 +347,16 @@ class WeightVersions:
                 self._observer.note(note)
         node = request.node
         before = max(self._fleet.versions(node), default=-1)
-        if self._fleet.report(request):
-            self._progress.send("run", "engines")
-            newest = max(self._fleet.versions(node), default=-1)
-            # A share is kept only for a node that is loading the newest version, so the shares must know the engines.
-            if newest < 0:
-                self._shares.engines_died(node)
-            elif newest >= self._progress.newest:
-                self._shares.version_loaded(node)
-            if newest != before:
-                self._work.grant_leases()
+        if not self._fleet.report(request):
+            return p.Ack()  # A later report of the node has arrived already.
+        self._progress.send("run", "engines")
+        newest = max(self._fleet.versions(node), default=-1)
+        # A share of the tasks may be kept for this node while it loads the newest version. The share is kept no longer
+        # if the node has loaded it, or has no engine that could load it.
+        if newest < 0:
+            self._shares.engines_died(node)
+        elif newest >= self._progress.newest:
+            self._shares.version_loaded(node)
+        if newest != before:
+            self._work.grant_leases()
         return p.Ack()

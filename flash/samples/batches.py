@@ -202,8 +202,8 @@ class _SortedGroup(NamedTuple):
         """
         tokens = common = 0
         for sample, length, shared in zip(self.sample_of, self.lengths, self.shared, strict=True):
-            # `common` is the number of tokens that this sequence shares with the last sequence of the block: the
-            # smallest number that two neighbours between them in sorted order share.
+            # `common` is the number of tokens that this sequence shares with the last sequence of the block. The
+            # sequences are sorted, so it is the smallest value of `shared` since that sequence.
             common = min(common, shared)
             if sample in samples:
                 tokens, common = tokens + length - common, length
@@ -305,11 +305,11 @@ def split_into_messages(
 
 
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Return the metrics of one sample: the metrics of its environment and, if it has a kind, of its domain.
+    """Return the metrics of one sample: the environment's metrics and, if the sample has a kind, two more metrics.
 
-    The hub takes means over a batch, and an evaluation takes means over its round. The kind is the name of the
-    environment in a run that mixes several. The metrics of a domain are the reward and the number of action tokens,
-    which are the tokens that the policy sampled.
+    The two are the reward and the number of action tokens, which are the tokens that the policy sampled. A kind is the
+    name of the environment in a run that mixes several. `mean_metrics` takes the means over the samples of a batch or
+    of an evaluation.
     """
     row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
     if kind := trajectory.task.kind:

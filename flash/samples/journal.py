@@ -249,11 +249,13 @@ class Replay:
 
         Args:
             settings: settings of that process.
-            state: the state with which it began; None if it began a new run.
-            same_process: True if that process wrote the state into a checkpoint, and so continues in it.
+            state: the state from which the events lead on; None if the process began a new run.
+            same_process: True if that process wrote the state into a checkpoint itself. False if it started from the
+                state (`SampleStore`).
         """
         members, cursor = settings.rules.sizes(settings.contract.group_size), state.cursor if state else None
-        # The seed and the kinds do not matter, because the events hold the problems that were issued.
+        # The source needs no run seed and no `kind_of`: it chooses no problem, because the events hold the problems
+        # that were issued.
         source = TaskSource(0, members, cursor=cursor, samplings=settings.rules.samplings())
         self._store = SampleStore(settings, source, step=self.reached, state=state, same_process=same_process)
 
@@ -299,7 +301,7 @@ class Replay:
         restart calls this at the end, and `apply` for the start of each hub process in the journal.
 
         Raises:
-            ContractError: a task or a token is unaccounted for.
+            ContractError: the ledger does not account for each task and token.
         """
         if (store := self._store) is None:
             return None

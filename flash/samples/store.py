@@ -140,7 +140,7 @@ class SampleStore:
         settings: settings by which the buffer decides.
         source: gives the tasks of groups. Its cursor is the cursor of `state`.
         step: the version from which the run continues.
-        state: the state to continue from. None in a new run.
+        state: the state to continue from, which the store changes. None in a new run.
         same_process: True if the events that follow are of the hub process that wrote `state`, as in a replay.
             False if a new hub process starts from the state: it counts streaks of failures from zero, ends the
             quarantine of kinds (a kind whose tasks keep failing gets no more tasks), and does not keep the reasons of
@@ -188,8 +188,8 @@ class SampleStore:
             (group.kind for group in state.groups if not group.partly_trained),
         )
         self._withdrawable = 0
-        """Number of groups that may still be withdrawn for their age before the next batch is formed. It starts at
-        `rollout.extra_groups` for each step, because so many redundant groups can take the places of withdrawn ones."""
+        """Number of groups that may still be withdrawn for their age before the next batch is formed. A batch that is
+        taken sets it to `rollout.extra_groups`: so many redundant groups can take the places of withdrawn ones."""
         self.notes: list[str] = []
         """Messages for the user. The hub reads and empties the list after each delivery."""
         if tried_again:
@@ -273,8 +273,8 @@ class SampleStore:
     def snapshot(self) -> BufferState:
         """Return a copy of the present state. Later changes do not affect it.
 
-        The hub calls this for each checkpoint, and `Replay` at its end. No batch may be in training, and no backlog may
-        be left.
+        The hub calls this for each checkpoint, and a replay for each state that it returns. No batch may be in
+        training, and no backlog may be left.
         """
         assert not self.batches.training, "a batch in training belongs to no consistent state"
         assert not self.backlog, "the backlog would be lost"
@@ -414,6 +414,9 @@ class SampleStore:
 
         The change is that a member has finished, failed, or was given up. A group that has just become complete loses
         its other members, which are redundant.
+
+        Raises:
+            BreakerError: too many groups were filtered out in a row. The decision is made before the error is raised.
         """
         if group.complete:
             self._give_up_pending(group, "beaten", Outcome.CANCELLED)
@@ -760,7 +763,7 @@ class SampleStore:
     def check(self) -> None:
         """Compare the ledger with the tasks and tokens in the pool and in batches: the law of conservation.
 
-        `commit` calls this, and a replay at its end.
+        `commit` calls this, `Hub.run` at the end of the run, and a replay for each state that it returns.
 
         Raises:
             ContractError: the ledger does not account for each issued task and each generated token.

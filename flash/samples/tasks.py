@@ -275,12 +275,14 @@ class LeaseTable:
         return member
 
     def remove(self, member: Member, reason: Outcome) -> None:
-        """Remove a task from the queue, or withdraw its lease. A finished task has neither, and nothing happens.
+        """Remove a task from the queue, or withdraw its lease. The caller then changes the state of the member.
 
+        Nothing happens if the task is neither queued nor out: it has finished, or its result was just delivered.
         `reason` is the outcome under which the ledger counts the tokens that the node has generated for the lease.
         """
         if member.state == "queued":
             self.queue.take(member)
+        # A member whose result was just delivered still has the state `leased`, but its lease has left `out`.
         elif member.state == "leased" and self.out.pop(member.lease_id, None) is not None:
             self.withdrawal_reasons[member.lease_id] = reason
             self.to_cancel.append(member.lease_id)

@@ -297,10 +297,11 @@ class BroadcastServer(WeightServer):
             self._group.broadcast(piece)
 
     def _end_round(self) -> None:
-        """Wait until each member has reported that it has the version. If a member does not in time, close the group.
+        """Wait until each member has reported that it has the version, for at most the time limit of a broadcast.
 
-        `_run_rounds` calls this after each round, also after a failed one, whose members then have to leave the group
-        before the next round. Members that do not leave a failed group within `ANSWER_S` lose their connection.
+        If a member has not reported by then, or the round has failed, the group is closed, and the unfinished members
+        have to leave it before the next round. A member that does not leave within `ANSWER_S`, or within the time limit
+        of a broadcast if that is shorter, loses its connection. `_run_rounds` calls this after each round.
         """
         planner, answer_s = self._planner, min(ANSWER_S, self._limit_s)
         with self._changed:
@@ -437,8 +438,8 @@ class BroadcastReceiver:
     ) -> Iterator[torch.Tensor]:
         """Yield all `total` bytes of a version in pieces, in as many groups as are needed.
 
-        If a group fails, this worker leaves it and requests the rest of the version again. `_next_message` raises if
-        the trainer refuses the version or the connection ends.
+        If a group fails, this worker leaves it and requests the rest of the version again. Raises the errors of
+        `_next_message` if the trainer refuses the version or the connection ends.
         """
         held, received = 0, 0
         while received < total:

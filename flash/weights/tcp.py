@@ -463,6 +463,7 @@ def _receive_tensor(
 
     Raises:
         WeightsError: the bytes do not have the CRC-32 of the manifest.
+        OSError, TransportError: the connection was lost.
     """
     count = -1 if before is None else CHANGE_COUNT.unpack(_receive(connection, CHANGE_COUNT.size))[0]
     if before is None or count < 0:
