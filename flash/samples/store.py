@@ -404,7 +404,10 @@ class SampleStore:
         )
 
     def _end_quarantined(self, outcome: Outcome, group_id: int) -> None:
-        """Give up the queued and leased members of a group, and decide about the group. The backlog calls this."""
+        """Give up the queued and leased members of a group, and decide about the group. The backlog calls this.
+
+        Raises the error of `_decide_by_members`.
+        """
         if (group := self.pool.get(group_id)) is not None:
             self._give_up_pending(group, "lost", outcome)
             self._decide_by_members(group)

@@ -190,7 +190,8 @@ class BroadcastServer(WeightServer):
 
         The method sends the manifest, or refuses the version. Then it waits for the worker's messages, and passes each
         request to the planner with `request`. At the end it calls `finish` of the planner if the worker has the whole
-        version, else `remove`.
+        version, else `remove`. Like the method of `WeightServer`, it raises OSError or TransportError if the worker is
+        lost.
         """
         member: str | None = None
         received = False
