@@ -1,7 +1,7 @@
 """Calls of a user's code: exceptions, hangs and swallowed cancellations become errors that name file and line.
 
 Episodes (`flash.rollout.episode.episode.EpisodePlayer`, which also plays those of the dry run) make every call of an
-environment through `make_environment`, `call_method` and `check_returned`. Classmethods and the examples of a tiny
+environment through `call_method`, `call_function` and `check_returned`. Classmethods and the examples of a tiny
 model are called inside `typed_errors`. The agents and verifiers of `envs` are called with `UserTask` directly. All of
 this runs on the event loop of a node loop or of a command, and `typed_errors` also without a loop.
 
@@ -276,7 +276,7 @@ async def call_method(
 ) -> _T:
     """Call a method of an environment, and return the result.
 
-    Each `reset`, `step` and `close` goes through here; the constructor goes through `make_environment`.
+    Each `reset`, `step` and `close` goes through here; functions that await nothing go through `call_function`.
 
     Args:
         call_name: name of the call in errors, such as `step 2 (seed 5)`.
@@ -317,22 +317,22 @@ async def call_method(
     return cast("_T", task.value)
 
 
-def make_environment(call_name: str, make: Callable[[], _T]) -> _T:
-    """Make an environment, and return it. A constructor cannot await anything, so it has no deadline.
+def call_function(call_name: str, call: Callable[[], _T]) -> _T:
+    """Call a function of an environment that awaits nothing, and return the result. Such a call has no deadline.
 
-    The player of episodes calls this at the beginning of each episode.
+    The constructor goes through here, and a function that listens to a response.
 
     Args:
         call_name: name of the call in errors, such as `start (seed 5)`.
-        make: function that calls the constructor.
+        call: function that calls the environment's function.
 
     Raises:
-        RewardError: the constructor raised a `RewardError`.
-        EnvError: the constructor raised anything else.
+        RewardError: the function raised a `RewardError`.
+        EnvError: the function raised anything else.
     """
     try:
-        return make()
-    except BaseException as error:  # a user's constructor may raise anything, such as SystemExit
+        return call()
+    except BaseException as error:  # a user's function may raise anything, such as SystemExit
         raise _failure(call_name, error) from error
 
 

@@ -217,7 +217,8 @@ class NextResponse(Protocol):
         """Call `hear` with pieces of the next response while it is sampled.
 
         A piece is never corrected later: all pieces together are the text that `spoken` will return. Calls of functions
-        are left out if `calling` is True. `hear` is not called at the end of the response; `step` is.
+        are left out if `calling` is True. `hear` is not called at the end of the response; `step` is. If `hear` raises
+        an error, the episode fails as if `step` had raised it.
         """
         ...
 
@@ -282,6 +283,10 @@ class NextObservation(Protocol):
         one count as its own. If the branch has no more than `responses`, it continues. Otherwise a new branch begins
         with a copy of the tokens up to the end of these responses. The copied tokens are prompt in the new branch. With
         0 responses, the new branch begins with the observation alone. Nothing changes before the observation is shown.
+        Call it in `step`, before it returns.
+
+        Raises:
+            EnvError: a response is being sampled.
         """
         ...
 

@@ -77,7 +77,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     serves, does not count."""
     on_tokens: Callable[[Sequence[int]], None] = ignore_tokens
     """Function that the proxy calls with the new tokens of each `Progress`. The function is not called for the last
-    tokens of the response, which only the `Completion` holds."""
+    tokens of the response, which only the `Completion` holds. If the function raises an error, the request is aborted,
+    and `generate` of the proxy raises this error."""
     tally: TokenTally = msgspec.field(default_factory=TokenTally)
     """Counter of the caller. If the request is aborted, the engine adds the sampled tokens that were in no `Progress`
     yet to `tally.lost`. All requests of an episode share one counter."""

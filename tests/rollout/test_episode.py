@@ -577,6 +577,23 @@ def test_a_response_reads_like_its_pieces_and_parsers_read_responses_to_chat_mes
     assert env.spoken == Spoken(Message("assistant", read))
 
 
+class Deaf(Env):
+    """An environment that raises an error when it gets a piece of a response."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        episode.listen(self.hear)
+
+    def hear(self, piece: Piece) -> None:
+        raise KeyError(piece.content)
+
+
+def test_an_error_of_a_function_that_listens_to_a_response_fails_the_episode() -> None:
+    failure = fail(Deaf(end(1.0)), Reporting(say("abc")))
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert "listener to a response raised KeyError: 'abc" in failure.message
+    assert "test_episode.py" in failure.message
+
+
 class Measuring(Env):
     """Asks for the room of its next observation while the response before it is sampled."""
 
@@ -632,6 +649,23 @@ def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_promp
         (2, 200 - len("starta0|other")),
         (1, 200 - len("starta0|otherd0|on")),
     ]
+
+
+class Impatient(Branching):
+    """An environment that chooses the place of the observation after the next one while the response is sampled."""
+
+    async def step(self, action: str) -> Any:
+        result = await super().step(action)
+        if not self._places:
+            self.episode.listen(lambda piece: self.episode.go_on(0, 2))
+        return result
+
+
+def test_an_environment_that_goes_on_elsewhere_while_a_response_is_sampled_fails() -> None:
+    env = Impatient(go("more"), go("other"), end(1.0), places=[(0, 1), (0, 1)])
+    failure = fail(env, Reporting(say("a"), say("bc"), say("d")))
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert "while a response was sampled" in failure.message
 
 
 class HalfBlocking(Env):

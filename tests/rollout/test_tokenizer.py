@@ -229,6 +229,21 @@ def test_a_template_that_cannot_be_followed_is_an_error_of_the_environment(
         tokenizer.follow(news, tokenizer.end[0])
 
 
+@pytest.mark.parametrize("template", [HIDING, None], ids=["hidden", "missing"])
+def test_without_a_usable_template_a_response_ends_with_the_end_of_text(make: Make, template: str | None) -> None:
+    tokenizer = make(template)
+    assert tokenizer.ends == tokenizer.end
+    assert tokenizer.ends_turn(tokenizer.end[0])
+    assert not tokenizer.ends_turn(tokenizer.end[0] + 1)
+
+
+def test_an_error_about_a_long_conversation_lists_its_first_roles_only(make: Make) -> None:
+    with pytest.raises(EnvError, match="must alternate") as error:
+        make(ALTERNATING).render([user("x")] * 5000)
+    assert len(str(error.value)) < 1000
+    assert "5000 messages" in str(error.value)
+
+
 def test_a_first_observation_that_the_template_refuses_is_an_error_of_the_environment(make: Make) -> None:
     with pytest.raises(EnvError, match="must alternate"):
         make(ALTERNATING).render([Message("assistant", "hello")])

@@ -195,6 +195,7 @@ class ResponsesAhead:
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
+            EnvError, RewardError: the environment listens to the response, and its function raised an error.
         """
         await response.finished.wait()
         self._responses.remove(response)

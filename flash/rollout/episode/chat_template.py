@@ -52,6 +52,8 @@ EMPTY_CALL = ToolCall(CALL_ID, TOOL_NAME, "{}")
 """Trial call without arguments."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which the chat templates of Qwen, Gemma and GPT-OSS read the reasoning of a message."""
+SHOWN_ROLES = 20
+"""Largest number of messages whose roles an error message lists. A conversation may have thousands of messages."""
 THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 """Arguments of chat templates that change how an answer begins. An error message advises the user to set the arguments
 that the template reads."""
@@ -482,6 +484,9 @@ class ChatTemplate:
 
         The tokens that the template writes after a response whether or not `messages` follow it close the response. The
         last control token among them is returned. `_tokens_after_stand_in` describes the arguments.
+
+        Raises:
+            EnvError: the template is missing, refuses the messages, or does not show the stand-in unchanged.
         """
         alone, followed = self._tokens_after_stand_in(responses, messages, tools)
         closing = [token for token in alone[: _common_prefix(alone, followed)] if token in self._control_ids]
@@ -501,6 +506,9 @@ class ChatTemplate:
 
         GPT-OSS's template leaves out the reasoning of earlier calls when the conversation has a final answer. Then the
         conversation does not begin with the prompt for its last answer, although the answer is shown in the same way.
+
+        Raises:
+            EnvError: the template refuses the question or the answer.
         """
         question = self._in_form(QUESTION)
         prompt = self._render([question], tools, prompting=True)
@@ -508,15 +516,19 @@ class ChatTemplate:
         return text if text is not None and text.text and conversation.text.endswith(text.text) else None
 
     def _render(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], *, prompting: bool) -> TemplateText:
-        """Return the text that the template writes for messages and tools. Raises EnvError if it refuses them.
+        """Return the text that the template writes for messages and tools.
 
         `prompting`: True if the text ends with the beginning of an assistant's answer.
+
+        Raises:
+            EnvError: the tokenizer has no chat template, or the template refuses the messages or fails.
         """
         arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
         try:
             return self._controls.render(shown, prompting=prompting, **arguments)
         except Exception as error:  # a template is code of the model's author and may raise any error
-            roles = ", ".join(message["role"] for message in shown)
+            roles = ", ".join(message["role"] for message in shown[:SHOWN_ROLES])
+            roles += f", … {len(shown)} messages" if len(shown) > SHOWN_ROLES else ""
             raise EnvError(
                 f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
                 'show text (a data set with template = "plain") or other messages, or use a model with another template'

@@ -27,7 +27,7 @@ import anyio
 import msgspec
 
 from flash.config.tree import Config
-from flash.environment.calls import EnvTimeoutError, call_method, check_returned, make_environment
+from flash.environment.calls import EnvTimeoutError, call_function, call_method, check_returned
 from flash.environment.interface import Environment, Informed, ResetResult, StepResult
 from flash.environment.results import (
     check_reset_result,
@@ -240,7 +240,7 @@ class EpisodePlayer:
         transcript, seed = state.transcript, state.task.seed
         observation = await self._reset(env, state)
         await self._prepare(observation, state)
-        transcript.add_observation(self._first_prompt(observation, transcript))
+        transcript.add_observation(self._first_prompt(observation, state))
         while True:
             completion, start = await self._respond(state)
             transcript.add_response(completion)
@@ -277,7 +277,7 @@ class EpisodePlayer:
             EnvError, RewardError: the environment cannot be made, or the block has raised no error and closing failed.
         """
         task = state.task
-        env = make_environment(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
+        env = call_function(f"start (seed {task.seed})", lambda: self._make_env(task.kind))
         self._phases.enter(state.lease)
         try:
             try:
@@ -312,7 +312,7 @@ class EpisodePlayer:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        result = await call_method(what, self._settings.reset_s, "env_reset", reset, env=env, context=state.context)
+        result = await call_method(what, state.settings.reset_s, "env_reset", reset, env=env, context=state.context)
         observation, info = check_returned(env, "reset", seed, lambda: check_reset_result(result))
         if arguments := check_returned(env, "reset", seed, lambda: template_arguments(info)):
             state.transcript.set_template_arguments(arguments)
@@ -335,7 +335,7 @@ class EpisodePlayer:
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
         returned = await call_method(
-            what, self._settings.step_s, "env_step", lambda: env.step(action), env=env, context=state.context
+            what, state.settings.step_s, "env_step", lambda: env.step(action), env=env, context=state.context
         )
         env_s = self._now() - start
         return check_returned(env, "step", seed, lambda: check_step_result(returned)), env_s
@@ -346,7 +346,7 @@ class EpisodePlayer:
         Raises:
             EnvError: the environment raised an error, or did not close in time (EnvTimeoutError).
         """
-        what, seconds = f"close (seed {state.task.seed})", self._settings.close_s
+        what, seconds = f"close (seed {state.task.seed})", state.settings.close_s
         await call_method(what, seconds, "close", env.close, env=env, context=state.context, shield=True)
 
     # -- the policy --------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class EpisodePlayer:
         state.waits_for(Outcome.ENV_TIMEOUT, what, "the size of the environment's observations")
         await state.transcript.prepare(observation)
 
-    def _first_prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
+    def _first_prompt(self, observation: Observation, state: _EpisodeState) -> list[int]:
         """Return the tokens of the first observation, which must have at least one token and leave room for a response.
 
         A later observation may be empty, because tokens are before it. A later observation without room ends the
@@ -371,16 +371,16 @@ class EpisodePlayer:
             EnvError: the observation cannot be shown, or has no token.
             PromptTooLongError: the observation leaves no room for a response.
         """
-        tokens = transcript.render(observation)
+        tokens, longest = state.transcript.render(observation), state.settings.max_length
         if not tokens:
             raise EnvError(
                 f"the observation {observation!r} that reset() returned gives an empty prompt; return a text with at "
                 "least one character"
             )
-        if len(tokens) >= self._settings.max_length:
+        if len(tokens) >= longest:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
-                f"{self._settings.max_length}; raise it, or leave long problems out (of a data set with "
+                f"{longest}; raise it, or leave long problems out (of a data set with "
                 "env.options.longest_prompt, in characters)"
             )
         return tokens
@@ -393,6 +393,7 @@ class EpisodePlayer:
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
+            EnvError, RewardError: the environment listens to the response, and its function raised an error.
         """
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.barriers")
         await self._phases.stepped(state.lease)
@@ -424,6 +425,7 @@ class EpisodePlayer:
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.
+            EnvError, RewardError: the environment listens to the response, and its function raised an error.
         """
         counted = 0
 
@@ -480,6 +482,7 @@ class _EpisodeState:
         self.progress = progress
         self.transcript = transcript
         self.settings = settings
+        """Settings of the domain of the task."""
         self.ahead: ResponsesAhead | None = None
         """Responses that are sampled ahead. None if nothing is sampled ahead (`EpisodePlayer._sampling_ahead`)."""
         self.scope = anyio.CancelScope()

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from flash.config.tree import ModelConfig
+from flash.environment.calls import call_function
 from flash.environment.interface import Spoken
 from flash.errors import ConfigError, EnvError, encodable
 from flash.foreign.vllm_parsers import Parsers, StreamParser, parser_names
@@ -37,6 +38,9 @@ episodes begin at about the same time."""
 KEPT_VARIANTS = 64
 """Number of variants of the tokenizer, with other arguments of the chat template, that are kept. Data sets use few
 different arguments; more variants would only fill memory."""
+CALL_ID_LETTERS = 9
+"""Number of letters and digits of an id that Flash gives to a call. The chat templates of Mistral's models accept no
+other number."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -81,13 +85,14 @@ class ResponseReader:
     def forward_to(self, hear: Callable[[Piece], None]) -> Callable[[Sequence[int]], None]:
         """Return a function that takes new tokens and calls `hear` with each piece that has text.
 
-        The function becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled.
+        The function becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled. `hear` is
+        a function of the environment: if it raises an error, the returned function raises an EnvError or RewardError.
         """
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             piece = self.add(token_ids)
             if piece.content or piece.reasoning:
-                hear(piece)
+                call_function("listener to a response", lambda: hear(piece))
 
         return on_tokens
 
@@ -276,7 +281,7 @@ class HfTokenizer(Tokenizer):
                 )
             _ = self._controls  # Make `_controls` before the copy, so that all variants share it.
             known = copy(self)
-            for name in ("_template", "_parsers"):  # these depend on the arguments
+            for name in ("_template", "_parsers", "_turn_ends"):  # these depend on the arguments
                 known.__dict__.pop(name, None)
             known._arguments, known._prompts, known._variants = self._arguments | dict(arguments), {}, {}
             self._variants[key] = known
@@ -433,18 +438,11 @@ class HfTokenizer(Tokenizer):
 
         Engines stop at these tokens. Without a usable chat template, the list has only the end of text.
         """
-        try:
-            return sorted(self._template.turn_ends)
-        except EnvError:
-            return self.end
+        return sorted(self._turn_ends)
 
     def ends_turn(self, token: int) -> bool:
-        """Return True if a model ends a response with this token.
-
-        Raises:
-            EnvError: the chat template is missing, or does not show an assistant's message unchanged.
-        """
-        return token in self._template.turn_ends
+        """Return True if a model ends a response with this token, which is then one of `ends`."""
+        return token in self._turn_ends
 
     def add_ends(self, generation: Any) -> list[int]:
         """Add the tokens of `ends` that a model's `generation_config` does not name yet. Return the added tokens.
@@ -504,6 +502,14 @@ class HfTokenizer(Tokenizer):
         return ChatTemplate(self.inner, self._controls, self._path, self._arguments, self._reported)
 
     @cached_property
+    def _turn_ends(self) -> frozenset[int]:
+        """Set of the tokens of `ends`."""
+        try:
+            return self._template.turn_ends
+        except EnvError:
+            return frozenset(self.end)
+
+    @cached_property
     def _parsers(self) -> Parsers | None:
         """vLLM's parsers of responses, for the arguments of this variant. None if the run names no parser.
 
@@ -523,9 +529,8 @@ class HfTokenizer(Tokenizer):
 
 
 def _call_id(position: int, index: int) -> str:
-    """Return an id for call `index` of the response that begins at a token position.
+    """Return an id for call number `index`, counted from 0, of the response that begins at a token position.
 
-    The id is the same each time that the response is read. It has nine letters and digits, the only form that some chat
-    templates accept.
+    Every reading of the response gives the same id.
     """
-    return blake2b(f"{position} {index}".encode(), digest_size=9).hexdigest()[:9]
+    return blake2b(f"{position} {index}".encode()).hexdigest()[:CALL_ID_LETTERS]

@@ -212,6 +212,8 @@ class Transcript:
         """Number of sampled tokens, over all branches."""
         self.last_branch: Branch | None = None
         """Branch of the last response; None before the first one."""
+        self._answering = False
+        """True from the observation until the response to it is added, so while a response is sampled."""
         self._rendered: tuple[Observation, list[int]] | None = None
         """Observation that was rendered last for the place that the next observation follows, and its tokens. None if
         no observation was rendered for this place."""
@@ -273,7 +275,15 @@ class Transcript:
 
         If the branch has more responses than that, a new branch begins when the observation is added. Otherwise the
         branch continues.
+
+        Raises:
+            EnvError: a response is being sampled. It would be appended to another branch than its prompt.
         """
+        if self._answering:
+            raise EnvError(
+                "an environment chose the place of the next observation (`go_on`) while a response was sampled; choose "
+                "it in step()"
+            )
         if (branch, responses) != (self.branch, self._responses):
             assert 0 <= responses <= len(self.branches[branch].ends), "the branch has fewer responses"
             self.branch, self._responses, self._rendered = branch, responses, None
@@ -412,7 +422,7 @@ class Transcript:
         if not self._responses:
             self.branches[self.branch].format = self._new_format
         self.tokens.extend(tokens)
-        self._rendered = None
+        self._rendered, self._answering = None, True
 
     def add_response(self, completion: Completion) -> None:
         """Append a response, exactly as it was sampled, to the branch to which the last observation was added.
@@ -443,7 +453,7 @@ class Transcript:
         self.last_branch = branch
         # While the response was sampled, the environment may have called `room`, which rendered an observation for the
         # place before the response. After the response, the template renders this observation in another way.
-        self._responses, self._rendered = len(branch.ends), None
+        self._responses, self._rendered, self._answering = len(branch.ends), None, False
         self.sampled += len(completion.token_ids)
 
     def trajectory(self, task: Task, outcome: Outcome, lost_tokens: int) -> Trajectory:

@@ -138,7 +138,11 @@ class TranscriptView:
     # -- the next observation ----------------------------------------------------------------------------------------
 
     def go_on(self, branch: int, responses: int) -> None:
-        """Let the next observation follow the first `responses` responses of a branch."""
+        """Let the next observation follow the first `responses` responses of a branch.
+
+        Raises:
+            EnvError: a response is being sampled.
+        """
         self._transcript.go_on(branch, responses)
 
     def offer(self, tools: Sequence[Tool]) -> None:
