@@ -170,10 +170,12 @@ class EngineRecord(EngineView):
         self.usage.lane = f"engine {number}"
 
     def install(self, engine: Engine, limit: int) -> None:
-        """Put an engine into the place, and reset everything that belongs to one engine.
+        """Put an engine into the place, and reset the state of the engine before it.
 
-        This is called for the first engine, and for each engine that replaces a dead one.
+        This is called for the first engine, and for each engine that replaces a dead one. The requests of the dead
+        engine have left it before. `Router.replace` resets the fields of `EngineView`.
         """
+        self.usage.restart()
         self.backend = engine
         """The engine of the place."""
         self.concurrency = ConcurrencyLimit(limit, self._lengths)

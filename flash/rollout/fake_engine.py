@@ -95,7 +95,13 @@ class FakeEngine:
             raise self.start_error
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """Yield the tokens of the answer, each after one step. The last token is only in the completion."""
+        """Yield the tokens of the answer, each after one step. The last token is only in the completion.
+
+        Raises:
+            EngineRefusal: the prompt is empty, or a test has called `refuse_next`.
+            EngineDeadError: the engine is dead.
+            EngineError: a test has called `fail_next`.
+        """
         self._check_alive()
         if not request.prompt:
             raise EngineRefusal("a prompt of 0 tokens does not fit")
@@ -141,6 +147,7 @@ class FakeEngine:
         self._check_alive()
 
     def _check_alive(self) -> None:
+        """Raise the EngineDeadError of a dead engine."""
         if self._death is not None:
             raise self._death
 
@@ -149,8 +156,12 @@ class FakeEngine:
         self.numbers.append(number)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Load a version, or raise `load_error`. After an error the engine stays paused until a load succeeds, like a
-        real engine."""
+        """Load a version. After an error the engine stays paused until a load succeeds, like a real engine.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+            Exception: `load_error`, if a test has set it.
+        """
         self._check_alive()
         self.kept_cache.append(keep_cache)
         if self._resumed.is_set():

@@ -251,7 +251,12 @@ class RolloutNode:
         self.start_s = self._now() - begin
 
     async def _serve_hub(self) -> None:
-        """Serve the hub until it has no more work or until `drain`. Then report the final seconds of the engines."""
+        """Serve the hub until it has no more work or until `drain`. Then report the final seconds of the engines.
+
+        Raises:
+            ExceptionGroup: with the error that ends the node, of the engines or of a request to the hub.
+            FlashError: the hub refuses the final report, or is lost and no other hub follows it.
+        """
         with rare_garbage_collection():
             async with anyio.create_task_group() as group:
                 group.start_soon(self._supervisor.run)
@@ -269,8 +274,11 @@ class RolloutNode:
         Keeps one request open at the hub, which answers it when leases are withdrawn, when the node must leave, or when
         there is no more work. The request is also the node's heartbeat. The results of cancelled episodes say how many
         tokens they had. Returns when the hub has no more work.
+
+        Raises:
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
-        async with anyio.create_task_group() as leaving:
+        async with unwrapped_group() as leaving:
             while True:
                 reply = await self._hub.call(p.CancelRequest)
                 self._scheduler.cancel(reply.lease_ids)

@@ -550,7 +550,6 @@ class LLMProxy:
         # for the new engine.
         await self._wait_until_empty(engine, "to leave", self._settings.swap_s)
         engine.install(new, self._settings.max_sequences)
-        engine.usage.restart()
         self._ask_again(self._router.replace(index, self._settings.max_sequences, new.version))
 
     def _ask_again(self, records: Sequence[RequestRecord]) -> None:

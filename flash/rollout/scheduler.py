@@ -90,7 +90,7 @@ class HubClient:
             seconds: time that each hub has to answer; None: `request_s`.
 
         Raises:
-            FlashError: the hub refuses the request, or the hub is lost and no other hub can follow it.
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         seconds = self._request_s if seconds is None else seconds
         while True:
@@ -123,6 +123,9 @@ class HubClient:
 
         Returns an empty list if there are no leases now, and None when there will be no more. The hub may keep the
         request open until it has work for the node.
+
+        Raises:
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         reply = await self.call(lambda node: p.LeaseRequest(node, capacity))
         if reply.done:
@@ -134,6 +137,9 @@ class HubClient:
         """Send results to the hub, and the number of leases that the node could start now.
 
         Returns when the hub has acknowledged the results. From then on the node does not hold these leases any more.
+
+        Raises:
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
 
         def make_request(node: int) -> p.DeliverRequest:
@@ -242,6 +248,10 @@ class Scheduler:
 
         Waits for room, which the end of an episode or the wakeup may bring, and then for leases from the hub. Each
         lease gets one result, and all results are delivered before `run` returns.
+
+        Raises:
+            ExceptionGroup: with a FlashError, if the hub refuses a request, or is lost and no other hub follows it. The
+                episodes are then cancelled, and results that were not delivered are dropped.
         """
         async with anyio.create_task_group() as outer:
             outer.start_soon(self._deliver)
@@ -300,6 +310,9 @@ class Scheduler:
 
         While a request for leases waits at the hub, more places may become free. Deliveries report the number of free
         places to the hub, and the next request asks for as many leases as are missing.
+
+        Raises:
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         while True:
             while (free := self.free_places()) == 0:
@@ -338,6 +351,9 @@ class Scheduler:
         """Deliver results in batches: results that come during one delivery are in the next one.
 
         Waits for results. Ends when all episodes have ended and all results are delivered.
+
+        Raises:
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         while self._ended or not self._all_ended:
             if not self._ended:

@@ -151,7 +151,7 @@ class EnginePlace:
         return None
 
     async def _start(self) -> None:
-        """Start the newest engine, and measure the time of the start."""
+        """Start the newest engine, and measure the time of the start. Raises the errors of `Engine.start`."""
         begin = anyio.current_time()
         await self.engine.start()
         self._has_started, self.took_s = True, anyio.current_time() - begin
@@ -195,7 +195,7 @@ class EngineSupervisor:
 
         Raises:
             DeadlineError: not all engines have started after `seconds`.
-            EngineError: an engine cannot start, and was not killed.
+            ExceptionGroup: with the errors of `EnginePlace.start_first`, if an engine cannot start and was not killed.
         """
         with deadline(seconds, "the engines to start", LOOK_AT):
             async with anyio.create_task_group() as group:
@@ -208,7 +208,8 @@ class EngineSupervisor:
         Returns, instead, if the node leaves and no place has a restart left.
 
         Raises:
-            EngineDeadError: no place can be filled any more. The error says how the last engine died.
+            ExceptionGroup: with the error of a place (`_fill_place`): no place can be filled any more, an engine of a
+                place has never worked, a version is damaged, or the hub is lost.
         """
         async with anyio.create_task_group() as group:
             for place in self._places:
@@ -247,6 +248,7 @@ class EngineSupervisor:
             EngineError, DeadlineError: an engine failed to start or to load a version (it was not killed), and no
                 engine of this place has ever succeeded in it.
             WeightsError: a version is damaged.
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         # Serve with the first engine, which `start` has started.
         budget = RestartBudget(self._max_restarts)
@@ -300,6 +302,10 @@ class EngineSupervisor:
         Asks the hub for a version newer than the version of the engine, and waits for the reply, which is empty if
         there is none for a while. Loads the version, and reports the swap. The hub announces the next version only
         after this report. Ends when the hub says that there will be no more versions.
+
+        Raises:
+            EngineError, DeadlineError, WeightsError: the engine could not load a version (`_load`).
+            FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """
         engine = place.engine
         while True:

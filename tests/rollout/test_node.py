@@ -33,6 +33,7 @@ from flash.rollout.teacher import ServedTeacher
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ONE_KIND
 from flash.simulate.clock import run_virtual
+from flash.transport.frames import ReplyT, Request
 from flash.types import Canary, Outcome, Published, Shard, Tool
 from tests.samples.cases import KeptStates
 
@@ -595,6 +596,30 @@ def test_a_run_that_ends_does_not_wait_for_a_node_whose_engine_still_starts_for_
 
     end = run_virtual(until_all_have_left)
     assert (end.reason, end.ledger["trained"]) == ("finished", 48)
+    assert engine.closed
+
+
+class LostHub:
+    """A connection to a hub that is lost a second after each request."""
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        await anyio.sleep(1)
+        raise PeerLostError("the connection to the hub ended")
+
+
+def test_the_start_of_the_engines_goes_on_when_the_hub_is_lost_meanwhile() -> None:
+    engine = FakeEngine(lambda prompt: [], start_seconds=5.0)
+
+    async def until_it_ends() -> float:
+        env, now = NodeEnvironment(lambda kind: wrap(Echo())), anyio.current_time
+        node = RolloutNode(
+            make_config(), HubLink(0, 0, LostHub()), [same_engine(engine)], CharTokenizer(), env, now=now
+        )
+        with pytest.raises(ExceptionGroup):
+            await node.run()
+        return node.start_s
+
+    assert run_virtual(until_it_ends) == 5.0
     assert engine.closed
 
 

@@ -499,7 +499,11 @@ class FixedEngine(VLLMEngine):
     """A `VLLMEngine` that keeps the weights of the model folder, for runs that only sample (`flash.run.sampling`)."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Take over the number of the version, with which tokens are labelled, and load no weights. Returns 0."""
+        """Take over the number of the version, with which tokens are labelled, and load no weights. Returns 0.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+        """
         self._check_alive()
         await self._llm.update_weight_version(str(published.version))
         self._version = self._salt = published.version
