@@ -145,6 +145,26 @@ class TrainerMesh:
         """Add up a tensor over all data shards, in place. A collective."""
         dist.all_reduce(sums, group=self.data)
 
+    def raise_on_all_ranks(self, fault: str, flags_W: Tensor, refused: str) -> None:
+        """Raise on every rank if any data shard has a fault.
+
+        A rank that raised alone would leave the others waiting in their next collective.
+
+        Args:
+            fault: the fault that this rank found; empty if it found none.
+            flags_W: [W], gathered from all data shards: not 0 where a shard has a fault.
+            refused: phrase that names the refused data, for the error of a rank that has no fault itself.
+
+        Raises:
+            ContractError: a data shard has a fault. The message is this rank's own fault or, if this rank has none,
+                names the ranks of the faulty shards.
+        """
+        size = self.parallel.ranks_per_shard
+        shards: list[int] = flags_W.nonzero().flatten().tolist()
+        if shards:
+            ranks = [rank for shard in shards for rank in range(shard * size, (shard + 1) * size)]
+            raise ContractError(fault or f"trainer ranks {ranks} refused {refused}")
+
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on `device`, without waiting for work that a GPU still has to do."""
@@ -168,25 +188,6 @@ def gather_full(part: DTensor) -> Tensor:
     """
     here: Any = part.to(part.device_mesh.device_type)
     return here.full_tensor()
-
-
-def raise_on_all_ranks(fault: str, flags_W: Tensor, refused: str) -> None:
-    """Raise on every rank if any data shard has a fault.
-
-    A rank that raised alone would leave the others waiting in their next collective.
-
-    Args:
-        fault: the fault that this rank found; empty if it found none.
-        flags_W: [W], gathered from all data shards: not 0 where a shard has a fault.
-        refused: phrase that names the refused data, for the error of a rank that has no fault itself.
-
-    Raises:
-        ContractError: a data shard has a fault. The message is this rank's own fault or, if this rank has none, names
-            the faulty shards.
-    """
-    shards = flags_W.nonzero().flatten().tolist()
-    if shards:
-        raise ContractError(fault or f"trainer ranks {shards} refused {refused}")
 
 
 def trainer_mesh(

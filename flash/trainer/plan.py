@@ -46,7 +46,7 @@ from flash.config.learning import AlgorithmConfig
 from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.samples.batches import MinibatchPlace
-from flash.trainer.mesh import TrainerMesh, raise_on_all_ranks
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.objective import Method
 from flash.trainer.packing import DUMMY, BoolArray, MicroBatch, pack, split_minibatches
 from flash.trainer.references import ModelOutputs
@@ -216,7 +216,7 @@ def plan_step(
     counts = [count for micros in packed for count in _minibatch_counts(micros, critic_B, method.critics)]
     row = torch.tensor([bool(fault), tokens, packed_tokens, computed_tokens, *histogram.tolist(), *counts])
     rows = mesh.gather_rows(row).cpu()
-    raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
+    mesh.raise_on_all_ranks(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
     # Make the plan of each minibatch from the rows of all data shards, and check the totals against the hub's.
@@ -458,7 +458,7 @@ def token_advantages(
     # Exchange faults and, for whitening, the moments of the advantages of each data shard.
     row = torch.tensor([float(bool(fault)), *moments(trained_N)], dtype=torch.float64)
     rows = mesh.gather_rows(row).cpu()
-    raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
+    mesh.raise_on_all_ranks(fault, rows[:, 0], "their part of the batch")
     if method.estimator != "batch":
         return found
     mean, scale = whiten(rows[:, 1:].numpy())

@@ -181,15 +181,17 @@ class StepStatistics:
         log_ratio_T = (start_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
         # k1 = −log w and k3 = w − 1 − log w estimate a KL divergence: the distance of the engine's log-probs from the
-        # trainer's, over all tokens and over tokens of the current version.
-        k3_T = log_ratio_T.exp() - 1 - log_ratio_T
+        # log-probs of the trainer, over all tokens and over tokens of the current version. In k3, `expm1` computes
+        # w − 1 in float64, because the plain difference would lose all digits of a small log-ratio.
+        limited_T = log_ratio_T.double().clamp(max=LARGEST)
+        k3_T = limited_T.expm1() - limited_T
         for which, chosen_T in (("all", mask_T), ("current", current_T)):
             tally.add(f"count {which}", chosen_T, chosen_T)
             tally.add(f"k1 {which}", -log_ratio_T, chosen_T)
             tally.add(f"k3 {which}", k3_T, chosen_T)
             tally.add_range(f"gap {which}", log_ratio_T.abs(), chosen_T)
-        self._add_kinds(log_ratio_T, current_T, tokens.sequence_T, kinds_S)
-        weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
+        self._add_kinds(k3_T, current_T, tokens.sequence_T, kinds_S)
+        weight_T = limited_T.exp()
         tally.add("weight", weight_T, mask_T)
         tally.add("weight square", weight_T.square(), mask_T)
         # Add the loss, and numbers of the tokens in the loss.
@@ -218,13 +220,13 @@ class StepStatistics:
         self._tally.add("loss", self._pending / (share or 1.0), torch.ones_like(self._pending, dtype=torch.bool))
         self._pending = torch.zeros_like(self._pending)
 
-    def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
+    def _add_kinds(self, k3_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
         """Add the mismatch of engine and trainer by environment, over the tokens where `current_T` is True.
 
-        The mismatch is measured by the estimator k3 of a KL divergence (`algorithms.references`). A run with one
-        environment has one kind, with an empty name.
+        `k3_T` has the mismatch, measured by the estimator k3 of a KL divergence (`algorithms.references`). A run with
+        one environment has one kind, with an empty name.
         """
-        k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
+        k3_T = k3_T.where(current_T, 0.0)
         kinds = sorted({*kinds_S})
         kind_T = to_device(np.array([kinds.index(kind) for kind in kinds_S]), k3_T.device)[sequence_T]
         sums_K2 = k3_T.new_zeros(len(kinds), 2).index_add_(0, kind_T, torch.stack([current_T.double(), k3_T], dim=-1))

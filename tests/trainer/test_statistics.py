@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,8 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from algorithms.base import PackedTokens
+from flash.config.tree import ParallelConfig
+from flash.errors import ContractError
 from flash.trainer.mesh import trainer_mesh
-from flash.trainer.statistics import LARGEST, OLDEST, RatioHistogram
+from flash.trainer.objective import TokenLoss
+from flash.trainer.statistics import LARGEST, OLDEST, RatioHistogram, StepStatistics
 
 
 def histogram(values: list[float], ages: list[int] | None = None, mask: list[bool] | None = None) -> dict[str, float]:
@@ -49,3 +54,24 @@ def test_masked_tokens_are_not_counted_whatever_they_hold(garbage: float) -> Non
 def test_log_ratios_beyond_the_last_bin_count_there() -> None:
     found = histogram([math.inf, 1e30, 1e4])
     assert math.log(found["ratio_p50_age_0"]) == pytest.approx(LARGEST, rel=0.02)
+
+
+@pytest.mark.parametrize("log_ratio", [1e-5, -1e-3, 100.0])
+def test_the_mismatch_of_engine_and_trainer_is_exact_for_small_and_large_differences(log_ratio: float) -> None:
+    zeros_T, ones_T, mask_T = torch.zeros(2), torch.ones(2), torch.ones(2, dtype=torch.bool)
+    sequence_T = torch.zeros(2, dtype=torch.int64)
+    start_T = torch.full((2,), log_ratio)
+    tokens = PackedTokens(start_T, zeros_T, start_T, ones_T, ones_T, mask_T, sequence_T, 1, zeros_T)
+    statistics = StepStatistics(trainer_mesh("cpu"))
+    loss = TokenLoss(zeros_T, mask_T, ones_T, None, None, {})
+    statistics.add(tokens, start_T, zeros_T, torch.zeros(2, dtype=torch.int64), ("",), loss, zeros_T)
+    statistics.end_minibatch(1.0)
+    exact = math.expm1(float(start_T[0])) - float(start_T[0])
+    assert statistics.metrics(1, 1)["mismatch_k3"] == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_refused_batch_names_all_ranks_that_hold_the_faulty_part() -> None:
+    mesh = dataclasses.replace(trainer_mesh("cpu"), parallel=ParallelConfig(context=2))
+    mesh.raise_on_all_ranks("", torch.tensor([0, 0]), "their part")
+    with pytest.raises(ContractError, match=r"trainer ranks \[2, 3\] refused their part"):
+        mesh.raise_on_all_ranks("", torch.tensor([0, 1]), "their part")
