@@ -18,7 +18,6 @@ rank is raised on all ranks. The trainer ranks share the run directory.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shutil
@@ -88,12 +87,10 @@ which has no hub, passes a function that writes its own state to this file."""
 
 EXPORTED_BYTES = 5 * 10**9
 """Largest file of an export in bytes, unless a single tensor is larger. Rank 0 holds one file's tensors at a time."""
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors of a write that was not permitted, so that more free disk space would not help."""
 _RNG = "random"
 """Beginning of the names of random states in a file of `write_state`."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
-"""Advice of an error message after one of the errors `REFUSED`."""
+"""Advice of an error message about a folder that this process must not write to."""
 
 
 def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, keep: int) -> Path:
@@ -115,7 +112,7 @@ def save(run_dir: Path, trainer: Trainer, write_hub_state: WriteHubState, *, kee
     rank = dist.get_rank()
     folder = step_folder(run_dir, trainer.version)
     aside = temporary_of(folder)
-    with _removed_on_failure(aside, lambda fault: f"cannot write {folder}: {fault}; {_remedy(fault, folder, trainer)}"):
+    with _removed_on_failure(aside, lambda fault: f"cannot write {folder}: {fault}; {_remedy(folder, trainer)}"):
         # The folder must exist before any rank writes into it, and each file must be complete before the manifest
         # describes the file. So all ranks wait for each other after each of these calls, also after work of rank 0
         # alone.
@@ -236,7 +233,7 @@ def _describe(trainer: Trainer, files: list[FileEntry]) -> Manifest:
         # The learning rates of the last versions.
         rates={} if lag is None else lag.rates,
         # The loss scales of float16.
-        scales=tuple((scale.value, scale.finite) for scale in _scales(trainer)),
+        scales=tuple((scale.value, scale.finite_in_a_row) for scale in _scales(trainer)),
         # The disagreement of the engines with the trainer.
         apart=(0.0, 0.0) if lag is None else lag.disagreement_sums,
         # The weights that adapters were trained on.
@@ -269,7 +266,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], manifest: Manifest) -> Non
     # has no scales, the scales keep their first values.
     if trainer.scale.active:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
-            scale.value, scale.finite = value, finite
+            scale.value, scale.finite_in_a_row = value, finite
 
 
 def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
@@ -355,7 +352,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
             sync_to_disk(file)
         move_into_place(aside, folder)
 
-    with _removed_on_failure(aside, partial(_export_fault, "model")):
+    with _removed_on_failure(aside, partial(_export_fault, "model", folder)):
         _on_all_ranks(lambda: make_empty(aside) if first else None, folder)
         for file, names in files.items():
             # Every rank takes part in gathering each tensor. Only rank 0 keeps tensors, on the CPU, one file at a time.
@@ -406,13 +403,14 @@ def _export_adapters(model: PreTrainedModel, described: Any, tokenizer: Any, fol
             sync_to_disk(file)
         move_into_place(aside, folder)
 
-    with _removed_on_failure(aside, partial(_export_fault, "adapters")):
+    with _removed_on_failure(aside, partial(_export_fault, "adapters", folder)):
         _on_all_ranks(lambda: write() if rank == 0 else None, folder)
 
 
-def _export_fault(exported: str, fault: str) -> str:
+def _export_fault(exported: str, folder: Path, fault: str) -> str:
     """Return the error message of an export that failed. `fault` begins with the name of the folder."""
-    return f"cannot export the {exported} to {fault}{f'; {NOT_WRITABLE}' if _is_refused(fault) else ''}"
+    advice = "" if os.access(_existing(folder), os.W_OK) else f"; {NOT_WRITABLE}"
+    return f"cannot export the {exported} to {fault}{advice}"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -608,27 +606,24 @@ def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
     move_into_place(aside, folder)
 
 
-def _is_refused(fault: str) -> bool:
-    """Return True if a write failed because it was not permitted, so that more disk space would not help.
-
-    The text of the failure is searched for the messages of the system, because torch, safetensors, the hub and other
-    ranks report their failures as text.
-    """
-    return any(os.strerror(code) in fault for code in REFUSED)
+def _existing(folder: Path) -> Path:
+    """Return the folder in which a failed write to `folder` was made: the nearest one above it that exists."""
+    return next(path for path in folder.parents if path.is_dir())
 
 
-def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
+def _remedy(folder: Path, trainer: Trainer) -> str:
     """Return advice after a failed write: check permissions, or free disk space, with the bytes that are needed.
 
     The bytes are an estimate: for each trained weight, the weight and two moments in float32, and the average of the
     weights if the run keeps one.
     """
-    if _is_refused(fault):
+    # The failure itself may come from torch, the hub or another rank, which report it as text only.
+    existing = _existing(folder)
+    if not os.access(existing, os.W_OK):
         return NOT_WRITABLE
     own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     tensors = 3 * own + list((trainer.average or {}).values())
     for critic in trainer.critics:
         tensors += 3 * list(critic.model.parameters())
     needed = 4 * sum(tensor.numel() for tensor in tensors)
-    existing = next(path for path in folder.parents if path.exists())
     return f"it needs about {needed:,} bytes, {shutil.disk_usage(existing).free:,} are free there"

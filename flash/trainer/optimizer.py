@@ -88,15 +88,18 @@ class LossScale:
     In float16, gradients below 6e-8 are 0 and gradients above 65,504 are infinite. If an update's gradient is not
     finite, the factor is halved and the update is left out. After `GROW_AFTER` finite updates in a row it is doubled.
     The factor is equal on all ranks, since all of them compute the same gradient norm.
+
+    Args:
+        dtype: dtype in which the model computes.
     """
 
     def __init__(self, dtype: str) -> None:
         self.active = dtype == "float16"
         """True if the model's dtype needs a factor."""
         self.value = FIRST_SCALE if self.active else 1.0
-        """Present factor."""
-        self.finite = 0
-        """Finite updates in a row since the factor last changed or an update was left out."""
+        """The factor by which the next loss is multiplied."""
+        self.finite_in_a_row = 0
+        """Number of updates with a finite gradient since the factor last changed or an update was left out."""
 
     def observe(self, *, finite: bool) -> bool:
         """Adjust the factor for the next update. `finite` is True if the gradient of this update is finite.
@@ -107,11 +110,11 @@ class LossScale:
         if not self.active:
             return False
         if finite:
-            self.finite += 1
-            if self.finite == GROW_AFTER:
-                self.value, self.finite = min(self.value * 2, MOST_SCALE), 0
+            self.finite_in_a_row += 1
+            if self.finite_in_a_row == GROW_AFTER:
+                self.value, self.finite_in_a_row = min(self.value * 2, MOST_SCALE), 0
             return False
-        self.finite = 0
+        self.finite_in_a_row = 0
         if self.value <= 1:
             return False
         self.value /= 2

@@ -452,6 +452,16 @@ def test_a_disk_that_takes_no_writes_is_not_said_to_be_full(untied_model: Path, 
             checkpoint.export_hf(trainer.model, TOKENIZER, disk.path / "model")
 
 
+def test_the_advice_after_a_failed_write_does_not_depend_on_the_names_of_folders(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    def full(file: Path) -> checkpoint_files.FileEntry:
+        raise CheckpointError(f"{file}: No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"Permission denied/checkpoints/.* bytes, [\d,]+ are free there$"):
+        checkpoint.save(tmp_path / "Permission denied", trained(tied_model, 0), full, keep=1)
+
+
 def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     def lost(file: Path) -> checkpoint_files.FileEntry:
         raise PeerLostError("the connection to hub ended")
