@@ -308,6 +308,7 @@ def _missing_shapes(config: Config, folder: Path) -> list[str]:
 def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gib: float) -> int:
     """Print the plan of a configuration for a card of `card_gib` GiB. Returns the exit code of `flash plan`."""
     from flash.trainer.memory import engine_memory, rank_memory
+    from flash.trainer.model.model import parameter_count
 
     card = card_gib * GIB
     shares = config.engine.share_gpus and config.gpus_per_node > 0
@@ -315,7 +316,7 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
     room = card * (1 - shared)  # bytes for a trainer rank
     memory = rank_memory(config, _ranks(config))
     write = sys.stdout.write
-    write(f"{memory.parameters / 1e9:.3g}B parameters\n\n{_trainer(config, memory)}")
+    write(f"{parameter_count(memory.parameters)} parameters\n\n{_trainer(config, memory)}")
     fits = memory.total <= room
     less = f", {shared:.0%} of which the engine takes" if shared else ""
     write(f"  {'fits' if fits else 'DOES NOT FIT'} in {card_gib:g} GiB{less}\n")

@@ -18,6 +18,7 @@ from flash.foreign.transformers import stored_tensors
 from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
 from flash.trainer.model.model import (
+    described,
     empty_model,
     load_model,
     load_plain,
@@ -162,3 +163,12 @@ def test_a_model_with_an_output_layer_of_another_kind_is_refused(untied_model: P
     model.set_output_embeddings(Scaled(32, VOCABULARY, bias=False))
     with pytest.raises(ConfigError, match=r"model\.path: the output layer of Qwen3ForCausalLM is a Scaled"):
         shard_model(model, trainer_mesh("cpu"), FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"), [(28, "0.000784M"), (11_619, "135M"), (31_617, "1B"), (85_096, "7.24B"), (1_020_000, "1,040B")]
+)
+def test_a_model_is_described_with_its_parameters_in_millions_or_billions(rows: int, shown: str) -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(rows, rows, bias=False)
+    assert described(layer) == f"a Linear of {shown} parameters"

@@ -211,7 +211,7 @@ def model_described(config: Config) -> str:
             lacks the layers that adapters are made for, or the tokenizer of another model differs.
     """
     from flash.trainer.model.adapters import empty_policy
-    from flash.trainer.model.model import check_divisible, published_parameters
+    from flash.trainer.model.model import check_divisible, described, parameter_count, published_parameters
     from flash.trainer.references import check_tokenizer
 
     made = empty_policy(config)
@@ -220,10 +220,9 @@ def model_described(config: Config) -> str:
     for key, path in other_models(config).items():
         if Path(path).is_dir() or key in on_hub:  # otherwise the run makes the model first
             check_tokenizer(config, key, path)
-    size = sum(weight.numel() for weight in made.parameters())
     own = sum(weight.numel() for _, weight in published_parameters(made))
-    part = "" if config.lora is None else f", {own / 1e6:.3g}M of them in adapters"
-    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters{part}"
+    part = "" if config.lora is None else f", {parameter_count(own)} of them in adapters"
+    return f"{described(made)}{part}"
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to a Hugging Face folder, which has bfloat16 weights (not quantized) and the tokenizer.
+"""Conversion of a GGUF file to a Hugging Face folder, which has the tokenizer and the weights as bfloat16 numbers.
 
 GGUF is the file format of llama.cpp: one file with a model's weights, mostly *quantised* (stored with few bits each),
 its configuration and its tokenizer. To *dequantise* is to turn such weights into plain numbers, which can be trained.
@@ -79,21 +79,22 @@ def examine(file: Path) -> Header:
 
 
 def describe(file: Path) -> str:
-    """Return the model's class and size as a phrase for the messages of a dry run. No weight is read.
+    """Return a phrase with the model's class and number of parameters, for a dry run. No weight is read.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or holds a model that transformers does not know.
+        OSError: the temporary folder cannot be made, or transformers cannot read the file.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flash.trainer.model.model import described
 
     examine(file)
     with _folder_with_link(file) as folder, _conversion_errors(file):
         config = AutoConfig.from_pretrained(folder, gguf_file=NAME)
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config)
-    size = sum(parameter.numel() for parameter in made.parameters())
-    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
+            return described(AutoModelForCausalLM.from_config(config))
 
 
 def save_tokenizer(file: Path, folder: Path) -> None:
@@ -102,7 +103,8 @@ def save_tokenizer(file: Path, folder: Path) -> None:
     If the tokenizer allows longer sequences than the model, its limit is set to the model's limit.
 
     Raises:
-        ConfigError: the file has no tokenizer that can be read.
+        ConfigError: the file has no tokenizer that transformers supports.
+        OSError: the file cannot be read, or the tokenizer cannot be written.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -123,6 +125,8 @@ def convert(file: Path, folder: Path) -> None:
 
     Raises:
         ConfigError: the file cannot be converted, lacks tensors, or holds numbers that are not finite.
+        OSError: the file cannot be read, or the folder cannot be written.
+        MemoryError: the machine has too little memory for the weights.
     """
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -164,11 +168,18 @@ def _folder_with_link(file: Path) -> Generator[str]:
 
 @contextmanager
 def _conversion_errors(file: Path) -> Generator[None]:
-    """Turn the errors that transformers raises for a file that it does not support into one ConfigError."""
+    """Turn errors of the block, in which transformers reads the file, into a ConfigError that names the file.
+
+    An OSError, a MemoryError or a ConfigError is passed on unchanged: it is a fault of the machine, or has a clear
+    message already.
+
+    Raises:
+        ConfigError: the block raised any other error, because transformers does not support the file.
+    """
     try:
         yield
     except (OSError, MemoryError, ConfigError):
-        raise  # These errors are faults of the machine, or have a clear message already.
+        raise
     except Exception as error:  # for an unknown architecture or tokenizer, transformers raises errors of many classes
         raise ConfigError(f"{file} cannot be converted ({type(error).__name__}: {error}): {REMEDY}") from error
 

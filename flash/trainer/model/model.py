@@ -488,6 +488,23 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, gather_full(value) if isinstance(value, DTensor) else value
 
 
+def described(model: nn.Module) -> str:
+    """Return a phrase with a model's class and number of parameters, such as `a LlamaForCausalLM of 135M parameters`.
+
+    The dry runs show it to the user.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"a {type(model).__name__} of {parameter_count(size)} parameters"
+
+
+def parameter_count(parameters: int) -> str:
+    """Return a number of parameters with three digits, in millions or billions: `0.0784M`, `135M`, `7.24B`."""
+    # The limits are half a digit below 1000, because 999.6 is rounded to 1000, which `.3g` would write as 1e+03.
+    unit, letter = (1e6, "M") if parameters < 999.5e6 else (1e9, "B")
+    number = parameters / unit
+    return f"{number:.3g}{letter}" if number < 999.5 else f"{number:,.0f}{letter}"
+
+
 def published_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return name and tensor of each parameter that a published version has.
 
