@@ -125,7 +125,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         raise TypeError(f"{type(self).__name__} does not define proximal_decay")
 
     def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
-        """Return a number computed from all trained tokens of a minibatch; no gradient.
+        """Return a number computed from all trained tokens of a minibatch; no gradient. Classes with `limits` override
+        this.
 
         If `limits` is True, the trainer calls this on every rank before each update of a minibatch, and before the
         backward passes of that update. It is not called for a minibatch without a trained token. The trainer passes the
@@ -139,7 +140,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         raise TypeError(f"{type(self).__name__} does not define limit")
 
     def bounds(self, deviation_N: Tensor) -> tuple[float, float]:
-        """Return the lower and the upper bound of a range of σ. A token outside it may lose a part of its loss.
+        """Return the lower and the upper bound of a range of σ. A token outside it may lose a part of its loss. Classes
+        that compare critics override this.
 
         If `critics` is more than 1 and the run has several critics, the trainer calls this on every rank once per step:
         after the critics have valued the tokens, and before the first update. It is not called for a batch without a

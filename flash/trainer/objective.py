@@ -18,8 +18,9 @@ Shape legend: T = action tokens of a micro-batch, M = critics. Tensors are float
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from flash.trainer.mesh import to_device
 if TYPE_CHECKING:  # the launcher tries an objective, and need not import transformers for it
     from flash.trainer.model.logprobs import TokenLogprobs
     from flash.trainer.packing import MicroBatch
+
+
+T = TypeVar("T")
 
 
 class Method(NamedTuple):
@@ -215,7 +219,8 @@ def token_loss(
         entropy_T: entropies of the policy's distribution at each token, for the entropy bonus.
 
     Raises:
-        ConfigError: the objective raised, or returned a wrong shape.
+        ConfigError: the objective raised an error, or returned a wrong shape.
+        torch.OutOfMemoryError: the device has no memory left.
     """
     correction_T, accepted_T = apply_corrections(algorithm, tokens, inputs)
     # The objective must see a rejected token as if it had never been sampled.
@@ -252,17 +257,28 @@ def apply_objective(objective: Objective, tokens: PackedTokens) -> ObjectiveOutp
     """Call the objective, check the shapes of its result, and return it.
 
     Raises:
-        ConfigError: the objective raised, or returned a wrong shape. A ConfigError ends the run, since a restart would
-            not help.
+        ConfigError: the objective raised an error, or returned a wrong shape.
+        torch.OutOfMemoryError: the device has no memory left.
+    """
+    output: object = ask_objective(objective, lambda: objective(tokens))
+    return _check_output(output, objective, tokens.mask_T)
+
+
+def ask_objective(objective: Objective, call: Callable[[], T]) -> T:
+    """Return the result of `call`, which calls a method of the objective.
+
+    `flash.trainer.step` calls `Objective.limit` and `Objective.bounds` in this way.
+
+    Raises:
+        ConfigError: the objective raised an error. A ConfigError ends the run, since a restart would not help.
         torch.OutOfMemoryError: the device has no memory left, which is not the objective's fault.
     """
     try:
-        output: object = objective(tokens)
+        return call()
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit, GeneratorExit) as error:  # a user's objective may raise anything; Ctrl-C passes
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
-    return _check_output(output, objective, tokens.mask_T)
 
 
 def _check_output(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:

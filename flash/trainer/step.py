@@ -52,10 +52,11 @@ from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs, policy_logprobs
 from flash.trainer.model.model import load_plain, recompute_mode, reshard, shard_model
 from flash.trainer.model.packed import takes_packed_rows
-from flash.trainer.model.packing_check import check_packing, replay_routing, use_own_attention
+from flash.trainer.model.packing_check import check_packing, replay_routing, share_rows
 from flash.trainer.objective import (
     LossInputs,
     apply_corrections,
+    ask_objective,
     make_objective,
     objective_input,
     resolve_method,
@@ -164,7 +165,8 @@ class Trainer:
             self._teacher = load_frozen(config, mesh, "algorithm.teacher.path", teacher.path)
         if config.rollout.routing_replay:
             replay_routing(self.model)
-        self._share_rows = _share_rows(mesh, self.model, self.critics, self.reference, self._teacher)
+        backbones = [critic.model.backbone for critic in self.critics]
+        self._share_rows = share_rows(mesh, self.model, backbones, self.reference, self._teacher)
         """True if a micro-batch may hold several sequences. All models get the same micro-batches, so one model that
         cannot take several sequences makes this False."""
         self.version = 0
@@ -181,7 +183,11 @@ class Trainer:
         """On rank 0: the samples of the last step that the run shows, token by token."""
 
     def _check_packing(self) -> None:
-        """Check that the policy computes packed sequences as it computes each alone. Tests replace this method."""
+        """Check that the policy computes packed sequences as it computes each alone. Tests replace this method.
+
+        Raises:
+            ConfigError: the policy cannot be trained with this configuration.
+        """
         check_packing(self.model, self._config)
 
     @property
@@ -194,7 +200,7 @@ class Trainer:
         """Train on a batch that has one round, and make the next version. A collective. Returns the metrics.
 
         Raises:
-            ContractError: as `train_round` and `finish_step`.
+            ContractError, ConfigError: as `train_round` and `finish_step`.
         """
         self.train_round(shard)
         return self.finish_step()
@@ -209,6 +215,8 @@ class Trainer:
             ContractError: the round has tokens of a version that this step may not train, other counts than it claims,
                 or a number that is not finite; a gradient is not finite and train.on_nonfinite is "stop"; or the method
                 needs the whole batch, and this is only a part of it. The version does not change then.
+            ConfigError: the objective raised an error or returned a wrong shape, or the model changes its logits in a
+                way that is not known.
         """
         # Most calls below are collectives, so no branch here may depend on data that a single rank holds.
         config, is_part = self._config, shard.round.samples_before > 0 or not shard.round.last
@@ -248,6 +256,7 @@ class Trainer:
 
         Raises:
             ContractError: a gradient is not finite and train.on_nonfinite is "stop".
+            ConfigError: the objective raised an error or returned a wrong shape.
         """
         config, step = self._config, self._running
         assert step is not None, "a step has at least one round"
@@ -375,8 +384,9 @@ class Trainer:
     def _needs_start(self) -> bool:
         """True if the policy's log-probs at the start of the step need a forward pass of their own.
 
-        A method needs these log-probs if they are the proximal policy's, or for a KL in the reward. With a single
-        update, the training pass computes those of the proximal policy itself.
+        A method needs these log-probs for a KL in the reward, or if its proximal policy is the policy at the start of
+        the step. In the second case a step with a single update needs no such pass, because its training pass computes
+        the same log-probs.
         """
         divergence, train = self._config.algorithm.kl, self._config.train
         recomputes = self._method.proximal == "recompute" and train.minibatches * train.updates_per_batch > 1
@@ -437,6 +447,9 @@ class Trainer:
             inputs: the inputs of its micro-batches on this rank.
             step: the version that is trained.
             updated: True if the policy has been updated since the start of the step.
+
+        Raises:
+            ConfigError: on every rank, if the objective raised an error.
         """
         if not self._objective.limits or minibatch.total_tokens == 0:
             return math.inf
@@ -453,7 +466,7 @@ class Trainer:
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(accepted_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
         log_ratio_N, advantage_N = self.mesh.gather_ragged(torch.cat(pairs, dim=1), minibatch.shard_tokens)
-        return self._objective.limit(log_ratio_N, advantage_N)
+        return ask_objective(self._objective, lambda: self._objective.limit(log_ratio_N, advantage_N))
 
     def _objective_input(self, micro: MicroBatch, now: TokenLogprobs, inputs: LossInputs, step: int) -> PackedTokens:
         """Return the objective's input for one micro-batch, without limit and bounds."""
@@ -465,6 +478,9 @@ class Trainer:
 
         σ is the standard deviation of the critics' values. The range is computed from all trained tokens of the batch,
         which is a collective. If the objective does not compare critics, the range is infinite.
+
+        Raises:
+            ConfigError: on every rank, if the objective raised an error.
         """
         compares = self._objective.critics > 1 and self._method.critics > 1
         if not compares or sum(plan.shard_tokens) == 0:
@@ -473,7 +489,8 @@ class Trainer:
             micro_inputs.deviation_T[to_device(micro.mask_T, micro_inputs.deviation_T.device)]
             for micro, micro_inputs in zip(plan.micro_batches, inputs, strict=True)
         ]
-        return self._objective.bounds(self.mesh.gather_ragged(torch.cat(deviations)[None], plan.shard_tokens)[0])
+        deviation_N = self.mesh.gather_ragged(torch.cat(deviations)[None], plan.shard_tokens)[0]
+        return ask_objective(self._objective, lambda: self._objective.bounds(deviation_N))
 
     def _backward(
         self,
@@ -564,6 +581,9 @@ class Trainer:
             rate: the scheduled learning rate.
             share: result of `_kept_share`.
             trained: True if at least one token of the minibatch has a loss.
+
+        Raises:
+            ContractError: the gradient is not finite and train.on_nonfinite is "stop".
         """
         train = self._config.train
         if self.lag is not None:
@@ -677,26 +697,3 @@ class _RunningStep:
         self.updates = 0
         """Number of minibatches that were trained, in all passes."""
         self.flops = 0.0
-
-
-def _share_rows(
-    mesh: TrainerMesh, policy: PreTrainedModel, critics: Sequence[Critic], *frozen: PreTrainedModel | None
-) -> bool:
-    """Return True if all models can take several sequences in one micro-batch.
-
-    A critic can if the policy can and the critic's backbone is of the same model type as the policy. Any other critic
-    is changed here to use its own attention from transformers, because no check has compared its results for packed and
-    for single sequences. `frozen` are the reference and the teacher.
-
-    Raises:
-        ConfigError: a model cannot take several sequences, and micro-batches are divided over several ranks
-            (`parallel.context`), which only packed attention supports.
-    """
-    backbones = [critic.model.backbone for critic in critics]
-    for backbone in backbones:
-        if not takes_packed_rows(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
-            use_own_attention(backbone)
-    share = all(takes_packed_rows(one) for one in (policy, *backbones, *frozen) if one is not None)
-    if not share and mesh.context is not None:
-        raise ConfigError("parallel.context: expected 1 with this critic.path, which takes one sequence at a time")
-    return share

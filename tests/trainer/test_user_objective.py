@@ -40,6 +40,13 @@ class Averaged(Powered, frozen=True):
         return ObjectiveOutput(super().__call__(tokens).loss_T.mean(), {})
 
 
+class Limited(Powered, frozen=True):
+    limits = True
+
+    def limit(self, log_ratio_N, advantage_N):
+        raise IndexError(f"{len(log_ratio_N)} tokens")
+
+
 class Bare(Powered, frozen=True):
     def __call__(self, tokens):
         return super().__call__(tokens).loss_T
@@ -109,4 +116,12 @@ def test_its_options_and_what_it_says_of_itself_are_checked_before_anything_star
 def test_a_loss_that_is_not_one_number_per_token_is_refused(settings: Path, name: str, message: str) -> None:
     trainer = Trainer(load([settings], [f"algorithm.objective=my_objectives.powered:{name}"]))
     with pytest.raises(ConfigError, match=message):
+        trainer.train_step(random_shard())
+
+
+def test_an_error_in_the_limit_of_an_objective_is_an_error_of_the_configuration(settings: Path) -> None:
+    trainer = Trainer(load([settings], ["algorithm.objective=my_objectives.powered:Limited"]))
+    with pytest.raises(
+        ConfigError, match=r"algorithm.objective: Limited raised IndexError: \d+ tokens \(.*powered.py:"
+    ):
         trainer.train_step(random_shard())

@@ -13,7 +13,7 @@ A model that fails any of this is trained on one sequence at a time, with its ow
 ranks call it together, on the same tokens.
 
 `flash.trainer.step` also uses two smaller functions of this file: `replay_routing` checks and installs the replay of
-experts, and `use_own_attention` turns packing off for a model.
+experts, and `share_rows` decides whether the micro-batches of all models may have several sequences.
 
 Shape legend: P = packed tokens, T = predicted tokens.
 """
@@ -39,7 +39,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import collective_failed
 from flash.foreign.transformers import default_attention, recurrent_layers, windows
-from flash.trainer.mesh import device_of
+from flash.trainer.mesh import TrainerMesh, device_of
 from flash.trainer.model.logprobs import LogprobRequest, OutputLayer, apply_change, changes_logits, token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import PACKED_ATTENTION, class_name, takes_packed_rows
@@ -153,6 +153,34 @@ def use_own_attention(model: PreTrainedModel) -> None:
     """
     if takes_packed_rows(model):
         model.set_attn_implementation(default_attention(model))
+
+
+def share_rows(
+    mesh: TrainerMesh, policy: PreTrainedModel, backbones: Sequence[PreTrainedModel], *frozen: PreTrainedModel | None
+) -> bool:
+    """Return True if all models can take several sequences in one micro-batch.
+
+    A critic can if the policy can and the critic's backbone is of the same model type as the policy. Any other critic
+    is changed here to use its own attention from transformers, because no check has compared its results for packed and
+    for single sequences.
+
+    Args:
+        mesh: the trainer ranks.
+        policy: the policy, which `check_packing` has checked.
+        backbones: the models of the critics below their value heads.
+        frozen: the reference and the teacher; None for each that the run does not have.
+
+    Raises:
+        ConfigError: a model cannot take several sequences, and micro-batches are divided over several ranks
+            (`parallel.context`), which only packed attention supports.
+    """
+    for backbone in backbones:
+        if not takes_packed_rows(policy) or backbone.config.model_type != policy.config.get_text_config().model_type:
+            use_own_attention(backbone)
+    share = all(takes_packed_rows(one) for one in (policy, *backbones, *frozen) if one is not None)
+    if not share and mesh.context is not None:
+        raise ConfigError("parallel.context: expected 1 with this critic.path, which takes one sequence at a time")
+    return share
 
 
 def _model_failed(model: PreTrainedModel, config: Config, error: Exception) -> Exception:
