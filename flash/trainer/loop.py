@@ -104,6 +104,10 @@ class TrainerLoop:
         """Train the rounds of one step as they come, and commit the step. A collective. Returns the last reply.
 
         A reply without a shard ends training. Rounds of a step that were trained before it are dropped.
+
+        Raises:
+            FlashError: a round could not be trained (`Trainer.train_round`), or the hub did not answer in time or is
+                lost.
         """
         config, trainer, hub = self._config, self._trainer, self._hub
         self._profiler.begin_step(trainer.version)
@@ -146,6 +150,9 @@ class TrainerLoop:
         each engine is checked after it has loaded the version. Rank 0 announces, and the hub replies once every engine
         has the version before this one. So engines are at most one version behind. After an interrupt the hub replies
         at once.
+
+        Raises:
+            FlashError: the weights could not be published, or the hub did not answer in time or is lost.
         """
         config, trainer, version = self._config, self._trainer, self._trainer.version
         with self._timed("publish"):

@@ -293,7 +293,11 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, parameters: int) -> EngineMemory:
-    """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json."""
+    """Return the memory of an engine that serves a policy of `parameters` parameters. Needs the model's config.json.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
     size, split = getattr(torch, config.model.dtype).itemsize, config.engine.tensor_parallel
     # A token has a key and a value per head. If there are fewer key-value heads than GPUs, each GPU holds one head.
     numbers = sum(

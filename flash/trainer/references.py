@@ -102,6 +102,9 @@ def forward_passes(
         rhythm: observes the policy's attention, if given.
         served_teacher: True if the teacher runs on a server. The log-probs of this teacher came with the samples, and
             are taken from the micro-batches.
+
+    Raises:
+        ConfigError: a model changes its logits after its output layer in a way that is not known.
     """
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 

@@ -42,19 +42,24 @@ def empty_policy(config: Config, layers: int | None = None) -> PreTrainedModel:
     without weights. With `layers`, the model has only its first `layers` decoder layers.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has none of the layers that `lora.targets` names.
+        ConfigError: the model cannot be loaded, or adapters cannot be made for it (`add_adapters`).
     """
     model = empty_model(config.model, layers)
     return model if config.lora is None else add_adapters(model, config.model, config.lora)
 
 
 def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfig) -> PreTrainedModel:
-    """Put empty adapters into an empty model, and freeze all its other parameters. Returns the adapted model.
+    """Add adapters to a model on the meta device, freeze all its other parameters, and return it.
 
-    `model` is changed: the parameters of the base get the dtype of the run.
+    The parameters of the base get the dtype of the run. No parameter has values yet: `fill_policy` sets them.
+
+    Args:
+        model: result of `empty_model`. It is changed.
+        described: configuration of the base.
+        lora: options of the adapters.
 
     Raises:
-        ConfigError: the model has no layer of a name in `lora.targets`, or peft does not support one of the layers.
+        ConfigError: the model lacks a layer that `lora.targets` names, or peft does not support one of the layers.
     """
     names = linear_layers(model)
     if unknown := [target for target in lora.targets if target not in names]:
@@ -68,8 +73,10 @@ def add_adapters(model: PreTrainedModel, described: ModelConfig, lora: LoraConfi
             model, peft.adapter_config(base=described.path, rank=lora.rank, alpha=lora.alpha, targets=targets)
         )
     except ValueError as error:
-        known = f"expected some of {', '.join(names)}, got {', '.join(targets)}"
-        raise ConfigError(f"lora.targets: peft refuses them of {type(model).__name__}: {error} {known}") from error
+        raise ConfigError(
+            f"lora.targets: peft does not support all of these layers of {type(model).__name__} ({error}); expected "
+            f"some of {', '.join(names)}, got {', '.join(targets)}"
+        ) from error
     return model
 
 

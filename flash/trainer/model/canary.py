@@ -135,6 +135,9 @@ def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]
     """Return the log-prob of token i + 1 given tokens 0…i, at temperature 1, for each i. A collective.
 
     `model` is the policy, prepared by `shard_model`.
+
+    Raises:
+        ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
     """
     ids_P = np.array(token_ids, dtype=np.int64)
     result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:])

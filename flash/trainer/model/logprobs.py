@@ -166,6 +166,9 @@ def watch_attention(model: PreTrainedModel, micro: MicroBatch, watch: AttentionW
     All ranks must call this together. The rhythm of attention (`flash.trainer.rhythm`) needs such passes. The output
     layer computes the logits of one token only, because its answer is not used. The caller must free the gathered
     parameters with `flash.trainer.model.model.reshard`.
+
+    Raises:
+        ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
     """
     token_logprobs(model, micro, micro.before_T[:1], micro.target_T[:1], watch=watch)
 
@@ -182,7 +185,7 @@ def changes_logits(model: PreTrainedModel) -> ConfigError:
 
 
 class _DistinctQuestions(NamedTuple):
-    """Questions without repetitions, so that each is answered once."""
+    """Questions without repetitions, so that each is answered once; and the question of each predicted token."""
 
     first_Q: Int64Array
     """Index in T of the first occurrence of each question."""
@@ -190,14 +193,17 @@ class _DistinctQuestions(NamedTuple):
     """Index in Q of each predicted token's question."""
 
 
-def _distinct_questions(row_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:
-    """Return each question once. Sequences that share a position and have the same next token ask the same question.
+def _distinct_questions(place_T: Int64Array, target_T: Int64Array, scale_T: Float64Array) -> _DistinctQuestions:
+    """Find equal questions: sequences that share a computed token, and have the same next token, ask the same question.
 
-    `row_T` is the position in the row at which each predicted token is computed, and `scale_T` the temperature.
+    Args:
+        place_T: for each predicted token, the computed token before it, which several sequences may share.
+        target_T: ids of the predicted tokens.
+        scale_T: temperatures.
     """
-    order = np.lexsort((scale_T, target_T, row_T))
+    order = np.lexsort((scale_T, target_T, place_T))
     new_T = np.ones(len(order), dtype=np.bool_)
-    new_T[1:] = np.any([np.diff(each[order]) != 0 for each in (row_T, target_T, scale_T)], axis=0)
+    new_T[1:] = np.any([np.diff(each[order]) != 0 for each in (place_T, target_T, scale_T)], axis=0)
     question_T = np.empty(len(order), dtype=np.int64)
     question_T[order] = np.cumsum(new_T) - 1
     return _DistinctQuestions(order[new_T], question_T)

@@ -102,7 +102,11 @@ def show_progress(step: int, steps: int, loss: float) -> None:
 
 
 def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> bool:
-    """Return True if the folder holds the model that these options make."""
+    """Return True if the folder holds the model that these options make.
+
+    Raises:
+        ConfigError: the environment offers no usable examples.
+    """
     return not changed_parts(path, config, env_path, env_options)
 
 
@@ -228,6 +232,9 @@ def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str,
 
     The parts that come from the environment are its alphabet and the examples from which the model learns. Most of its
     options, such as a failure rate, do not change the model.
+
+    Raises:
+        ConfigError: the examples or the alphabet are not usable.
     """
     examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
     # An environment that ignores the seed returns other examples each time. The fingerprint then has its options.
@@ -294,7 +301,10 @@ class _CheckedExamples:
 
 @contextlib.contextmanager
 def _config_errors(path: str, call_name: str) -> Generator[None]:
-    """Turn each exception of a call of the environment `path` into a ConfigError. `call_name` names the call in it."""
+    """Turn each exception of the block, which calls the environment `path`, into a ConfigError.
+
+    Errors of Flash other than an EnvError pass unchanged. `call_name` names the call in the error.
+    """
     try:
         with typed_errors(call_name):
             yield
