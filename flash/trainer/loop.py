@@ -103,7 +103,7 @@ class TrainerLoop:
     def _train(self) -> p.BatchReply:
         """Train the rounds of one step as they come, and commit the step. A collective. Returns the last reply.
 
-        A reply without a shard ends training. Rounds of a step that were trained before it are dropped.
+        A reply without a shard ends training. Rounds of the step that were trained before such a reply are dropped.
 
         Raises:
             FlashError: a round could not be trained (`Trainer.train_round`), or the hub did not answer in time or is
@@ -112,12 +112,15 @@ class TrainerLoop:
         config, trainer, hub = self._config, self._trainer, self._hub
         self._profiler.begin_step(trainer.version)
         self._meter.begin()
-        number, waited_s, metrics = 0, 0.0, dict[str, float]()
-        trained: list[tuple[float, float]] = []
+        waited_s, metrics = 0.0, dict[str, float]()
+        busy_times: list[tuple[float, float]] = []  # start and end of each round's training, in Unix seconds
         while True:
-            did, self._activities = self._activities, []
+            activities, self._activities = self._activities, []
+            round_number = len(busy_times)
             with self._timed("wait") as waited:
-                reply = p.fetch_shard_blocking(hub, self._rank, trainer.version, number, did, waits.batch_s(config))
+                reply = p.fetch_shard_blocking(
+                    hub, self._rank, trainer.version, round_number, activities, waits.batch_s(config)
+                )
             waited_s += waited[0]
             if (shard := reply.shard) is None:  # the hub ends training
                 trainer.give_up_step()
@@ -128,19 +131,18 @@ class TrainerLoop:
                 if shard.round.last:
                     metrics = trainer.finish_step()
                     metrics |= self._meter.finish(trainer.flops, waited_s)
-            trained.append((start, start + busy[0]))
-            number += 1
+            busy_times.append((start, start + busy[0]))
             if shard.round.last:
                 break
         # Commit the step: every rank has the same metrics, and one report is enough.
         if self._rank == 0:
             metrics |= {
                 "trainer_wait_s": waited_s,
-                "trainer_step_s": sum(stop - start for start, stop in trained),
+                "trainer_step_s": sum(stop - start for start, stop in busy_times),
                 "version_bytes": self._published_bytes,
             }
             # `shown` has the numbers of the few samples that the run's pages show.
-            hub.call(p.Commit(shard.step, metrics, trainer.shown, trained), config.deadlines.hub)
+            hub.call(p.Commit(shard.step, metrics, trainer.shown, busy_times), config.deadlines.hub)
         return reply
 
     def _publish(self) -> None:

@@ -62,7 +62,7 @@ class MinibatchPlan:
     many micro-batches."""
 
     place: MinibatchPlace
-    """Number of the minibatch, and whether it ends with this round."""
+    """Number of the minibatch, and `ends`: True if no later round has a part of it."""
     micro_batches: list[MicroBatch]
     shard_tokens: list[int]
     """[W]: trained tokens of each data shard."""

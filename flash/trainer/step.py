@@ -206,10 +206,11 @@ class Trainer:
         return self.finish_step()
 
     def train_round(self, shard: Shard) -> None:
-        """Train on one round of a step: add its gradient, and update the policy after each minibatch that ends with it.
+        """Train on one round of a step: add its gradient, and update the policy when a minibatch is complete.
 
-        A collective. The caller passes the rounds of a step in order, and then calls `finish_step`. While the critics
-        warm up, the policy keeps its weights, but its version is still counted up.
+        A minibatch is complete when no later round has a part of it. A collective. The caller passes the rounds of a
+        step in order, and then calls `finish_step`. While the critics warm up, the policy keeps its weights, but its
+        version is still counted up.
 
         Raises:
             ContractError: the round has tokens of a version that this step may not train, other counts than it claims,

@@ -135,12 +135,12 @@ class ResponsesAhead:
     def _fits(self) -> bool:
         """Return True if the limits allow one more response.
 
-        Each response in progress is counted as a branch of its own. So sampling ahead never uses up a limit that the
-        episode would need for its own next response.
+        Each response that the episode has not taken, finished or not, is counted as a branch of its own. So sampling
+        ahead never uses up a limit that the episode would need for its own next response.
         """
-        # The episode itself waits for one response, which is also in progress but not in `_responses`.
-        under_way = len(self._responses) + 1
-        return min(self._transcript.turns_left, self._transcript.branches_left) > under_way
+        # The episode itself waits for one response, which is not in `_responses`.
+        not_taken = len(self._responses) + 1
+        return min(self._transcript.turns_left, self._transcript.branches_left) > not_taken
 
     def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
         """Start to sample the response to an expected observation with this prompt, if the limits allow it.

@@ -354,8 +354,10 @@ class EpisodePlayer:
     async def _prepare(self, observation: Observation, state: _EpisodeState) -> None:
         """Render the next observation in a thread if it is large, so that other episodes go on meanwhile.
 
+        A small observation is rendered later, by `Transcript.room` or `Transcript.render`.
+
         Raises:
-            EnvError: the observation cannot be shown.
+            EnvError: a large observation cannot be shown.
         """
         what = f"observation {state.turn()} to become tokens (seed {state.task.seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, what, "the size of the environment's observations")

@@ -330,13 +330,13 @@ class Transcript:
         return self.branches[self.branch].tokens
 
     async def prepare(self, observation: Observation) -> None:
-        """If an observation that may be shown next is large, render it in a thread and keep its tokens.
+        """Render a large observation that may be shown next, in a thread, and keep its tokens.
 
-        `render` and `room` then use these tokens. `render` and `room` render a small observation themselves, on the
-        event loop. An observation that is certainly too large is not rendered; `room` refuses it.
+        `render` and `room` then use these tokens. They render a small observation themselves, on the event loop. An
+        observation that is certainly too large is not rendered; `room` refuses it.
 
         Raises:
-            EnvError: the observation cannot be shown.
+            EnvError: a large observation cannot be shown.
         """
         if self._rendered is not None and self._rendered[0] == observation:
             return

@@ -98,10 +98,12 @@ class TranscriptView:
         return self._transcript.branches_left
 
     async def prepare(self, observation: Observation) -> None:
-        """Render an observation that may be shown next, in a thread if it is large, so that `room` returns at once.
+        """Render a large observation that may be shown next, in a thread, so that `room` returns at once.
+
+        Does nothing if the observation is small, or certainly too large.
 
         Raises:
-            EnvError: the observation cannot be shown.
+            EnvError: a large observation cannot be shown.
         """
         await self._transcript.prepare(observation)
 

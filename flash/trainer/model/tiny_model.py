@@ -301,9 +301,13 @@ class _CheckedExamples:
 
 @contextlib.contextmanager
 def _config_errors(path: str, call_name: str) -> Generator[None]:
-    """Turn each exception of the block, which calls the environment `path`, into a ConfigError.
+    """Turn exceptions of the block, which calls the environment `path`, into a ConfigError.
 
-    Errors of Flash other than an EnvError pass unchanged. `call_name` names the call in the error.
+    A cancellation, the user's interrupt, and errors of Flash other than an EnvError pass unchanged. `call_name` names
+    the call in the error.
+
+    Raises:
+        ConfigError: the block raised any other exception.
     """
     try:
         with typed_errors(call_name):
