@@ -34,6 +34,9 @@ ENVIRONMENT_METHODS = ("reset", "step", "close")
 CLASS_METHODS = ("check", "prepare", "kind_of", "held_out_problems", "solution_of", "wrapped", "domains")
 """Optional methods of an environment that Flash calls on the class, without an episode; see `flash.environment`."""
 
+PREPARE = "prepare"
+"""Name of the only one of `CLASS_METHODS` that is an `async def`."""
+
 WRAPPED = "wrapped"
 """Name of the method by which a class around another environment names that environment."""
 
@@ -198,8 +201,8 @@ def load_environment(path: str) -> type[object]:
     the environment.
 
     Raises:
-        ConfigError: there is no such object, it is not an environment, a method that must be a classmethod is none, or
-            it has `inform` and a blocking method.
+        ConfigError: there is no such object, it is not an environment, a method that must be a plain classmethod is
+            none, or it has `inform` and a blocking method.
     """
     found = load_object(path)
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
@@ -210,6 +213,9 @@ def load_environment(path: str) -> type[object]:
                 f"`{path}`: Flash calls the method {name} on the class, without an episode: put @classmethod above it, "
                 "or rename it if it has another purpose"
             )
+        # Nobody would await the coroutine of a `check`, so that every option would pass it.
+        if name != PREPARE and inspect.iscoroutinefunction(getattr(found, name, None)):
+            raise ConfigError(f"`{path}`: Flash does not await the method {name}: make it a plain `def`")
     if hasattr(found, "inform"):  # blocking methods run in threads, where the view that `inform` gets must not be used
         for name in ENVIRONMENT_METHODS:
             if not inspect.iscoroutinefunction(getattr(found, name)):

@@ -39,6 +39,10 @@ class Judging(Refusing):
 class Unchecked(Refusing):
     check = False
 
+class Awaited(Refusing):
+    @classmethod
+    async def check(cls, **options): ...
+
 class Speechless:
     def reset(self, seed): ...
 """
@@ -401,6 +405,10 @@ def test_a_file_that_is_not_text_is_refused(project):
         (
             ["env.path=my_module_for_config:Judging"],
             "`env.path` (setting): `my_module_for_config:Judging`: Flash calls the method check on the class, without",
+        ),
+        (
+            ["env.path=my_module_for_config:Awaited"],
+            "`env.path` (setting): `my_module_for_config:Awaited`: Flash does not await the method check: make it a",
         ),
         (["env.path=math:pi"], "`env.path` (setting): `math:pi` is not an environment: expected a class with reset,"),
         (
