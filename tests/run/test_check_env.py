@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import random
 import subprocess
 import threading
 import time
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -24,6 +25,9 @@ from flash.run.checks.env import checks
 from flash.run.checks.env.training import config_of, judged
 from flash.run.checks.env.trial import Trial
 from flash.run.loop_watch import run_watched
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.argtypes, LIBC.malloc.restype, LIBC.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 
 LEFT: list[Any] = []
 """What faulty environments leave behind. Each test empties it."""
@@ -376,10 +380,65 @@ def test_what_an_episode_leaves_behind_is_counted_and_named(env: type[object], s
     assert said in finding.text
 
 
+class LeaksLittle(Good):
+    async def step(self, action: str) -> Any:
+        LEFT.append([object() for _ in range(100)])
+        return await super().step(action)
+
+
+class LeaksInC(Good):
+    """Takes memory that Python does not know of."""
+
+    async def reset(self, seed: int) -> Any:
+        LEFT.append(TakenInC(500_000))
+        return await super().reset(seed)
+
+
+class TakenInC:
+    """Memory of the C library, which a test gives back."""
+
+    def __init__(self, size: int) -> None:
+        self.address = LIBC.malloc(size)
+        ctypes.memset(self.address, 1, size)  # unused memory is not resident
+
+    def close(self) -> None:
+        LIBC.free(self.address)
+
+
+class Caches(Good):
+    """Keeps the problems that it has shown, which are as many as its seeds."""
+
+    kept: ClassVar[dict[int, bytearray]] = {}
+
+    async def reset(self, seed: int) -> Any:
+        self.kept.setdefault(seed, bytearray(50_000))
+        return await super().reset(seed)
+
+
 def test_memory_that_grows_with_each_episode_is_a_warning() -> None:
     finding = found(checks.leaks, LeaksMemory, 10)
     assert finding.state == "warning"
     assert 90 < float(finding.text.partition("grew by ")[2].partition(" kB")[0]) < 120
+
+
+def test_the_line_is_named_that_makes_the_objects_that_remain() -> None:
+    finding = found(checks.leaks, LeaksLittle, 10)
+    assert finding.state == "warning"
+    assert finding.text.endswith(f", most of it made at {__file__}:{LeaksLittle.step.__code__.co_firstlineno + 1}")
+
+
+def test_memory_that_a_library_in_c_keeps_is_a_warning() -> None:
+    finding = found(checks.leaks, LeaksInC, 4)
+    assert finding.state == "warning"
+    assert finding.text.endswith(" episodes, though Python's objects did not")
+
+
+def test_a_cache_of_problems_is_no_leak() -> None:
+    try:
+        finding = found(checks.leaks, Caches, 10)
+    finally:
+        Caches.kept.clear()
+    assert finding.state == "pass", finding
 
 
 class CancelledLeaksFile(Good):

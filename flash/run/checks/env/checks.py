@@ -9,6 +9,7 @@ last check, `training`, is in `flash.run.checks.env.training`.
 from __future__ import annotations
 
 import statistics
+import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
 from flash.errors import FlashError
 from flash.run.checks.doctor import Finding
-from flash.run.checks.env.resources import BlockSampler, Holdings, said
+from flash.run.checks.env.resources import BlockSampler, Holdings, growing_place, said, tracing
 from flash.run.checks.env.trial import (
     Cut,
     CutEnvironment,
@@ -52,10 +53,11 @@ LEAK_EPISODES = 1000
 """Largest number of episodes after which leaks are counted."""
 MOST_AWAITS = 40
 """Largest number of awaits of a method at which an episode is cancelled."""
-GROWTH = 10_000
-"""Bytes per episode by which the memory may grow."""
-LEAST_GROWTH = 4_000_000
-"""Growth of the memory in bytes that is no leak, because allocators take memory in large pieces."""
+OBJECT_GROWTH, LEAST_OBJECT_GROWTH = 1000, 50_000
+"""Bytes by which the objects of Python may grow per episode, and in all. Their count is exact, but the event loop and
+the modules of Python keep a few objects, too."""
+GROWTH, LEAST_GROWTH = 10_000, 4_000_000
+"""Bytes by which the resident memory may grow per episode, and in all: allocators take memory in large pieces."""
 SHOWN = 300
 """Largest number of characters of an error message, and of a shown prompt."""
 ONE_TURN_SHARE, GAME_SHARE = 0.05, 0.25
@@ -336,18 +338,24 @@ async def event_loop(trial: Trial) -> Finding:
 
 
 async def leaks(trial: Trial) -> Finding:
-    """Play up to a thousand episodes in two halves, and find resources whose number grows in both."""
+    """Play up to a thousand episodes in two halves with the same problems, and find resources whose number grows in
+    both."""
     end = trial.until
     await trial.play_many(range(3 * REPEATED), guess, keep=False)
-    held = [await Holdings.settled()]
-    counts: list[int] = []
-    for half in (1, 2):
-        trial.until = end if half == 2 else (perf_counter() + end) / 2
-        played = 0
-        while played == 0 or (played < LEAK_EPISODES // 2 and not trial.is_late):
-            played += len(await trial.play_many(range(played, played + 20), guess, keep=False))
-        counts.append(played)
-        held.append(await Holdings.settled(held[0]))
+    held: list[Holdings] = []
+    snapshots: list[tracemalloc.Snapshot] = []
+    counts = [0]
+    with tracing():
+        held.append(await Holdings.settled())
+        for half in (1, 2):
+            trial.until = end if half == 2 else (perf_counter() + end) / 2
+            # A cache of problems is filled after the first half, unless the second one plays others.
+            played, most = 0, counts[-1] or LEAK_EPISODES // 2
+            while played == 0 or (played < most and not trial.is_late):
+                played += len(await trial.play_many(range(played, played + 20), guess, keep=False))
+            counts.append(played)
+            held.append(await Holdings.settled(held[0]))
+            snapshots.append(tracemalloc.take_snapshot())
     before, middle, after = held
     grown = {kind: more for kind, more in after.more_than(before).items() if _grew_twice(kind, held)}
     text = counted(sum(counts), "episode")
@@ -356,14 +364,21 @@ async def leaks(trial: Trial) -> Finding:
             f"after {text} there are {said(grown)} more than before",
             "release in `close` what `reset` and `step` open; `close` is also called after an error",
         )
-    grown_bytes, each = after.memory - middle.memory, (after.memory - middle.memory) / max(1, counts[1])
-    if middle.memory > before.memory and grown_bytes > LEAST_GROWTH and each > GROWTH:
+    last = f"in each of the last {counted(counts[-1], 'episode')}"
+    objects, resident = after.objects - middle.objects, after.resident - middle.resident
+    if middle.objects > before.objects and objects > max(LEAST_OBJECT_GROWTH, counts[-1] * OBJECT_GROWTH):
+        place = growing_place(*snapshots)
         return warning(
-            f"memory grew by {each / 1000:.0f} kB in each of the last {counted(counts[1], 'episode')}",
+            f"memory grew by {objects / counts[-1] / 1000:.3g} kB {last}{place and f', most of it made at {place}'}",
             "see which list, dict or cache of the module or class grows",
         )
-    grown_bytes = max(0, after.memory - before.memory)
-    return passed(f"after {text} no file, thread, task or process is left; memory grew by {grown_bytes / 1e6:.1f} MB")
+    if middle.resident > before.resident and resident > max(LEAST_GROWTH, counts[-1] * GROWTH):
+        return warning(
+            f"memory grew by {resident / counts[-1] / 1000:.0f} kB {last}, though Python's objects did not",
+            "see which objects of a library in C are kept or never freed",
+        )
+    resident = max(0, after.resident - before.resident)
+    return passed(f"after {text} no file, thread, task or process is left; memory grew by {resident / 1e6:.1f} MB")
 
 
 def _grew_twice(kind: str, held: Sequence[Holdings]) -> bool:

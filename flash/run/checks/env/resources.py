@@ -1,6 +1,8 @@
 """Resources of this process that an environment may leave behind, and the lines that block its event loop.
 
 `flash.run.checks.env.checks` compares two `Holdings` to find leaks, and asks `BlockSampler` which code blocks the loop.
+Memory is counted twice. Python's own count (`tracing`) is exact and knows the line of each object, but misses memory
+that libraries in C take by themselves. The resident memory has all of it, but also memory that an allocator keeps.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import gc
 import os
 import sys
 import threading
+import tracemalloc
 from asyncio import events
 from collections import Counter
 from collections.abc import Generator
@@ -30,6 +33,8 @@ SETTLE_S = 1.0
 """Longest time in seconds for processes, transports and threads to end after an episode."""
 SAMPLE_S = 0.005
 """Seconds between two looks at the event loop."""
+TRACED_FRAMES = 8
+"""Number of innermost lines that are kept of each allocation. One of them should be the user's."""
 BLOCK_S = 0.1
 """Seconds that one callback of the event loop may take."""
 
@@ -39,8 +44,10 @@ class Holdings(msgspec.Struct, frozen=True):
 
     named: dict[str, Counter[str]]
     """For each of `KINDS`, the number of resources by their description."""
-    memory: int
+    resident: int
     """Resident memory in bytes."""
+    objects: int
+    """Bytes of the objects that were made since `tracing` began, and still exist; 0 outside of it."""
 
     @staticmethod
     def now() -> Holdings:
@@ -53,8 +60,9 @@ class Holdings(msgspec.Struct, frozen=True):
                 files[target if target.startswith("/") else target.partition(":")[0]] += 1
         threads = Counter(one.name for one in threading.enumerate() if not one.name.startswith(POOLED))
         tasks = Counter(_task_name(one) for one in asyncio.all_tasks() if one is not asyncio.current_task())
-        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return Holdings(dict(zip(KINDS, (files, threads, tasks, _children()), strict=True)), memory)
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        named = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
+        return Holdings(named, resident, tracemalloc.get_traced_memory()[0])
 
     @staticmethod
     async def settled(before: Holdings | None = None) -> Holdings:
@@ -74,6 +82,27 @@ class Holdings(msgspec.Struct, frozen=True):
             if (count := names.total() - before.named[kind].total()) > 0:
                 more[kind] = count, next(iter(names - before.named[kind]), "")
         return more
+
+
+@contextmanager
+def tracing() -> Generator[None]:
+    """Count the bytes of all objects that are made while the block runs, and keep their lines."""
+    started = not tracemalloc.is_tracing()
+    if started:
+        tracemalloc.start(TRACED_FRAMES)
+    try:
+        yield
+    finally:
+        if started:
+            tracemalloc.stop()
+
+
+def growing_place(before: tracemalloc.Snapshot, after: tracemalloc.Snapshot) -> str:
+    """Return the line whose objects grew most between two snapshots; empty if none did."""
+    grown = max(after.compare_to(before, "traceback"), key=lambda one: one.size_diff, default=None)
+    if grown is None or grown.size_diff <= 0:
+        return ""
+    return place_in((frame.filename, frame.lineno) for frame in grown.traceback)
 
 
 def said(more: dict[str, tuple[int, str]]) -> str:
