@@ -137,6 +137,28 @@ def test_nothing_else_is_checked_after_an_error_of_the_interface() -> None:
     assert [(one.check, one.state) for one in reported] == [("interface", "failure")]
 
 
+class ReadsNumbers(Good):
+    """Raises on each answer that is no number."""
+
+    async def step(self, action: str) -> Any:
+        return "", float(int(action) == int(self.answer)), True, False, {}
+
+
+def test_an_answer_that_raises_does_not_hide_what_other_answers_show() -> None:
+    reported: list[Finding] = []
+    some = {name: checks.CHECKS[name] for name in ("interface", "determinism", "rewards", "shortcuts")}
+    run_watched(
+        lambda message: None, checks.examine_environment, make_config(ReadsNumbers), 60.0, reported.append, some
+    )
+    assert [(one.check, one.state) for one in reported] == [
+        ("interface", "failure"),
+        ("determinism", "pass"),
+        ("rewards", "pass"),
+        ("shortcuts", "pass"),
+    ]
+    assert "raised ValueError: invalid literal for int() with base 10: ' '" in reported[0].text
+
+
 class Shared(Good):
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return super().draw(rng, held_out=False)
@@ -200,6 +222,16 @@ class Hashed(Good):
         return f"Say {hash(str(rng.random()))}: ", "x"
 
 
+class Clock(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"At {int(time.time())} say {rng.random()}: ", "x"
+
+
+class Today(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"On {time.strftime('%F')} say {rng.random()}: ", "x"
+
+
 class NoisyReward(Good):
     async def step(self, action: str) -> Any:
         return "", random.random(), True, False, {}
@@ -217,6 +249,8 @@ class SlipsAnyhow(Good):
         (OtherEachTime, "failure", ", and again 'Add "),
         (SharedGenerator, "failure", "and beside other episodes 'Say "),
         (Hashed, "failure", "and in another process 'Say "),
+        (Clock, "failure", "seed 0 shows 'At "),
+        (Today, "failure", "and in another process 'On "),
         (NoisyReward, "warning", "the same answers to seed 0 get reward "),
         (SlipsAnyhow, "warning", "lead to other observations again, after turn 1"),
     ],
@@ -231,18 +265,13 @@ def test_problems_and_rewards_that_change_are_named(env: type[object], state: st
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
-class RaisesOnWords(Good):
-    async def step(self, action: str) -> Any:
-        return "", float(int(action) == int(self.answer)), True, False, {}
-
-
 class GivesInfinity(Good):
     async def step(self, action: str) -> Any:
         return "", float("inf") if action == "inf" else 0.0, True, False, {}
 
 
 def test_an_answer_that_raises_or_gives_no_number_is_named_with_the_type_of_its_failure() -> None:
-    finding = found(checks.failures, RaisesOnWords)
+    finding = found(checks.failures, ReadsNumbers)
     assert finding.state == "failure"
     assert "(env_error 22), as with the answer '': environment step 1 (seed 0) raised ValueError: " in finding.text
     finding = found(checks.failures, GivesInfinity)
@@ -267,6 +296,36 @@ def test_known_answers_without_a_reward_and_rewards_for_anything_are_named() -> 
     finding = found(checks.rewards, RewardsAnything)
     assert finding.state == "warning"
     assert "mean of empty answers 1, random answers 1, known answers 1" in finding.text
+
+
+class Costs(Good):
+    """Takes 1 for a wrong answer, and gives 0 for a right one."""
+
+    async def step(self, action: str) -> Any:
+        return "", float(action == self.answer) - 1, True, False, {}
+
+
+class CostsButSilence(Good):
+    async def step(self, action: str) -> Any:
+        return "", float(action in ("", self.answer)) - 1, True, False, {}
+
+
+def test_where_only_wrong_answers_cost_something_right_ones_count_as_rewarded() -> None:
+    finding = found(checks.rewards, Costs)
+    assert finding.state == "pass", finding
+    assert found(checks.shortcuts, Costs).text == "none of 14 shortcuts gets a reward; known answers get 0"
+    finding = found(checks.shortcuts, CostsButSilence)
+    assert (finding.state, finding.text.partition(" gets")[0]) == ("failure", "an empty answer")
+
+
+class HiddenOptions(Good):
+    """Looks for one of four words, which the prompt does not name, anywhere in the answer."""
+
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"What is the colour of {rng.random()}{held_out}? ", rng.choice(("red", "blue", "green", "black"))
+
+    async def step(self, action: str) -> Any:
+        return "", float(self.answer in action), True, False, {}
 
 
 class Contains(Good):
@@ -294,10 +353,11 @@ class RewardsSilence(Good):
         (
             Contains,
             "failure",
-            "an echo of the prompt gets most of 13 shortcuts: 1 on average, where known answers get 1",
+            "an echo of the prompt gets most of 14 shortcuts: 1 on average, where known answers get 1",
         ),
-        (RewardsForm, "warning", "the form '\\\\boxed{}' gets most of 13 shortcuts: 0.25 on average"),
-        (RewardsSilence, "failure", "an empty answer gets most of 13 shortcuts: 1 on average"),
+        (RewardsForm, "warning", "the form '\\\\boxed{}' gets most of 14 shortcuts: 0.25 on average"),
+        (HiddenOptions, "failure", "a list of the answers to other problems gets most of 14 shortcuts: 1 on average"),
+        (RewardsSilence, "failure", "an empty answer gets most of 14 shortcuts: 1 on average"),
     ],
 )
 def test_a_reward_without_an_answer_is_named(env: type[object], state: str, said: str) -> None:

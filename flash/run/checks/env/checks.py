@@ -85,17 +85,43 @@ warning, failure = partial(Finding, "warning"), partial(Finding, "failure")
 
 
 async def interface(trial: Trial) -> Finding:
-    """Play a training problem and a held-out one. The other checks run only if both can be played."""
+    """Play a training problem and a held-out one with the answer of the dry run.
+
+    If the environment fails on that answer, others are tried. The other checks run only if both problems can be played
+    with some answer.
+    """
     played: list[Episode] = []
+    fault: Finding | None = None
     for seed in (0, HELD_OUT):
-        played.append(one := await trial.play(seed, lambda seed, shown: shown[-1][-1:]))
+        one = await trial.play(seed, lambda seed, shown: shown[-1][-1:])
         if one.failure is not None:
-            message = shortened(one.failure.message, 3 * SHOWN)
-            return failure(f"{one.failure.outcome}: {message}", "mend this first; nothing else was checked")
+            text = f"{one.failure.outcome}: {shortened(one.failure.message, 3 * SHOWN)}"
+            if (other := await _other_than(trial, one)) is None:
+                return failure(text, "mend this first; nothing else was checked")
+            fault = fault or failure(
+                f"{text}; the answer was {_short(one.answers[-1])}",
+                "return reward 0.0 for an answer that cannot be read; the other checks need answers that can be read",
+            )
+            one = other
+        played.append(one)
+    trial.is_playable = True
     trained, held_out = (counted(len(one.shown), "turn") for one in played)
-    return passed(
+    return fault or passed(
         f"a training problem had {trained}, and a held-out one {held_out}; shown: {_short(played[0].shown[0])}"
     )
+
+
+async def _other_than(trial: Trial, failed: Episode) -> Episode | None:
+    """Return an episode of the same problem as one that has failed, with other answers; None if each one fails."""
+    if not failed.answers:  # `reset` has failed
+        return None
+    known = await trial.answers_to({failed.seed: failed.shown[0]})
+    for policy in (empty, guess, *([in_turn(known)] if known else [])):
+        if (one := await trial.play(failed.seed, policy)).failure is None:
+            return one
+        if trial.is_late:
+            break
+    return None
 
 
 async def problems(trial: Trial) -> Finding:
@@ -138,8 +164,12 @@ async def determinism(trial: Trial) -> Finding:
     end = trial.until
     trial.until = (perf_counter() + end) / 2
     first_time: dict[int, Episode] = {}
+    start, known = perf_counter(), await trial.known_answers(REWARDED)
     for seed in (half + number for number in range(REPEATED // 2) for half in (0, HELD_OUT)):
-        if (one := await trial.play(seed, guess)).failure is None:
+        one = await trial.play(seed, guess)
+        if one.failure is not None and seed in known:
+            one = await trial.play(seed, in_turn(known))
+        if one.failure is None:
             first_time[seed] = one
         if trial.is_late:
             break
@@ -158,6 +188,8 @@ async def determinism(trial: Trial) -> Finding:
                 return fault
     try:
         some = dict([*answers.items()][::2])
+        # A prompt that shows the time, in whole seconds, is another one by then.
+        await anyio.sleep(start + 1.1 - perf_counter())
         apart = await play_apart(trial.config, some)
     except FlashError as error:
         return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
@@ -187,8 +219,8 @@ def _differences(
             "again": "draw what is random from `random.Random(seed)`",
             "beside other episodes": "keep the state of an episode in `self`, not in the module, in the class or in "
             "the generator of `random`, which all episodes share",
-            "in another process": "Python's `hash` and the order of sets of texts differ between processes: use "
-            "`hashlib` or `zlib.crc32`, and sort",
+            "in another process": "Python's `hash` and the order of sets of texts differ between processes, as do the "
+            "time and its zone: use `hashlib` or `zlib.crc32`, sort, and draw dates from `random.Random(seed)`",
         }[when]
         return failure(f"seed {seed} shows {_short(shown[0])}, and {when} {_short(again[0])}", advice)
     if list(shown) != list(again):
@@ -227,7 +259,9 @@ async def rewards(trial: Trial) -> Finding:
         f"{name} answers {mean:.3g}" for name, mean in means.items() if mean is not None
     )
     if solved:
-        unrewarded = [one.seed for one in solved if one.reward <= 0]
+        # Where wrong answers cost something, right ones may get 0.
+        worthless = 0.0 if max(totals) > 0 else min(totals)
+        unrewarded = [one.seed for one in solved if one.reward <= worthless]
         if len(unrewarded) == len(solved):
             return failure(text, "no known answer gets a reward: see that the verifier fits the form of the answers")
         if unrewarded:
@@ -252,16 +286,21 @@ async def shortcuts(trial: Trial) -> Finding:
         "an echo of the prompt": echo,
         "a list of options": always(OPTIONS),
         "a list of numbers": always(NUMBERS),
-        **{f"the form {form!r}": always(form) for form in FORMS},
     }
     known = await trial.known_answers(REWARDED)
+    if known:
+        policies["a list of the answers to other problems"] = lambda seed, shown: " ".join(
+            dict.fromkeys(texts[0] for other, texts in known.items() if other != seed)
+        )
+    often = len(policies)  # the forms get fewer episodes
+    policies |= {f"the form {form!r}": always(form) for form in FORMS}
     best = _mean(await trial.play_many(known, in_turn(known)))
     # Without its prompt, the best guess is the answer to another problem.
     others = dict(zip(known, [*known.values()][1:] + [*known.values()][:1], strict=True))
     chance = _mean(await trial.play_many(others or range(REWARDED), in_turn(others) if others else guess)) or 0.0
     tried: dict[str, float] = {}
     for name, policy in policies.items():
-        if (mean := await mean_of(trial, policy, REWARDED if len(tried) < 4 else REWARDED // 4)) is not None:
+        if (mean := await mean_of(trial, policy, REWARDED if len(tried) < often else REWARDED // 4)) is not None:
             tried[name] = mean
         if trial.is_late:
             break
@@ -270,13 +309,15 @@ async def shortcuts(trial: Trial) -> Finding:
     totals = [one.reward for one in trial.episodes if one.failure is None]
     best = max(totals) if best is None else best
     name, most = max(tried.items(), key=lambda item: item[1])
-    lowest = min(*totals, 0.0) if totals else 0.0
+    lowest = min(*totals, 0.0)
+    # Where wrong answers cost something, right ones may get 0.
+    worthless = 0.0 if best > 0 else lowest
     share = (most - lowest) / (best - lowest) if best > lowest else 0.0
     most_of = "known answers get" if known else "the highest reward is"
     text = f"{name} gets most of {counted(len(tried), 'shortcut')}: {most:.3g} on average, where {most_of} {best:.3g}"
     # In a game of several turns, always the same move sometimes wins.
     small = ONE_TURN_SHARE if all(len(one.rewards) <= 1 for one in trial.episodes) else GAME_SHARE
-    if most <= 0:
+    if most <= worthless:
         return passed(f"none of {counted(len(tried), 'shortcut')} gets a reward; {most_of} {best:.3g}")
     if share < small or most <= chance * 1.05 + 0.02:
         return passed(text)
@@ -482,7 +523,7 @@ async def examine_environment(
                 except FlashError as error:
                     finding = failure(shortened(str(error), SHOWN))
             report(msgspec.structs.replace(finding, check=name))
-            if name == "interface" and finding.state != "pass":
+            if name == "interface" and not trial.is_playable:
                 return
 
 

@@ -13,6 +13,7 @@ import random
 import re
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from pathlib import Path
@@ -91,6 +92,8 @@ class Trial:
         """Episodes played so far, without those of `keep=False`."""
         self.until = 0.0
         """Time of `perf_counter` at which the present check should end. `is_late` compares with it."""
+        self.is_playable = False
+        """True if the check `interface` has played a training problem and a held-out one to their ends."""
         self._known: dict[int, list[str]] | None = None
         """Result of `known_answers`; None before its first call."""
 
@@ -169,10 +172,14 @@ class Trial:
             EnvError: a method of the environment failed.
         """
         if self._known is None:
-            prompts = await self.look(range(count))
-            # The methods may read a data set, which blocks.
-            self._known = await anyio.to_thread.run_sync(self._answers_to, prompts)
+            self._known = await self.answers_to(await self.look(range(count)))
         return self._known
+
+    async def answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
+        """Return the known answers to the problems with these prompts, by seed, as `known_answers` does. Raises the
+        errors of `known_answers`."""
+        # The methods may read a data set, which blocks.
+        return await anyio.to_thread.run_sync(self._answers_to, prompts)
 
     def _answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
         """Return the known answers to the problems with these prompts, by seed. Runs in a thread."""
@@ -244,7 +251,8 @@ def in_turn(answers: dict[int, list[str]]) -> Policy:
 
 
 async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int, Played]:
-    """Play an episode with given answers for each seed, in a new process, in which Python's `hash` gives other values.
+    """Play an episode with given answers for each seed, in a new process, in which Python's `hash` gives other values
+    and the local date is another one.
 
     Raises:
         FlashError: the process failed.
@@ -256,13 +264,21 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
             [sys.executable, "-c", f"from {__name__} import play_given; play_given()", str(file)],
             input=msgspec.json.encode((config, answers)),
             # The user may have fixed the hash values.
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1", "TZ": _other_date()},
             check=False,
         )
         if ran.returncode or not file.is_file():
             last = (ran.stderr.decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
             raise FlashError(f"the process ended with exit code {ran.returncode}: {last}")
         return msgspec.json.decode(file.read_bytes(), type=dict[int, Played])
+
+
+def _other_date() -> str:
+    """Return a time zone in which the local date differs from the one of this process."""
+    now = time.time()
+    # 14 hours before and 12 hours behind UTC, the dates differ from each other.
+    ahead = time.gmtime(now + 14 * 3600).tm_yday != time.localtime(now).tm_yday
+    return "AHEAD-14" if ahead else "BEHIND+12"
 
 
 def play_given() -> None:
