@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
@@ -79,24 +80,21 @@ def run_check_env(arguments: argparse.Namespace) -> int:
     checks = {name: check for name, check in CHECKS.items() if name != "training" or not arguments.no_training}
     findings: list[Finding] = []
     width = max(map(len, checks))
-    output = sys.stdout
 
     def report(finding: Finding) -> None:
         """Keep a finding, and print it at once unless all are printed as JSON."""
         findings.append(finding)
         if not arguments.json:
-            output.writelines(f"{harmless(line)}\n" for line in finding_lines([finding], width))
-            output.flush()
+            write("".join(f"{harmless(line)}\n" for line in finding_lines([finding], width)))
 
     def finish() -> int:
         """Print the findings as JSON, or the number of failures. Returns the exit code."""
         states = [finding.state for finding in findings]
         if arguments.json:
-            output.write(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode() + "\n")
+            write(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode() + "\n")
         else:
             failures, warnings = (counted(states.count(state), state) for state in ("failure", "warning"))
-            output.write(f"{failures}, {warnings}\n")
-        output.flush()
+            write(f"{failures}, {warnings}\n")
         return int("failure" in states)
 
     def give_up() -> None:
@@ -110,14 +108,50 @@ def run_check_env(arguments: argparse.Namespace) -> int:
     seconds = 60 * arguments.minutes
     timer = threading.Timer(seconds + GRACE_S, give_up)
     timer.name, timer.daemon = "flash check-env", True
-    timer.start()
-    try:
-        # The environment may print, which would damage the JSON.
-        with contextlib.redirect_stdout(sys.stderr):
+    with _output_apart() as write:
+        timer.start()
+        try:
             run_watched(blocked.append, examine_environment, config, seconds, report, checks)
-    finally:
-        timer.cancel()
-    return finish()
+        finally:
+            timer.cancel()
+        return finish()
+
+
+@contextlib.contextmanager
+def _output_apart() -> Generator[Callable[[str], None]]:
+    """Yield a function that writes a text to standard output, where nothing else is written while the block runs.
+
+    The environment, its libraries in C and its processes may print, which would damage the JSON. That goes to standard
+    error.
+    """
+    output = sys.stdout
+    output.flush()
+    try:
+        apart = os.dup(1) if output.fileno() == 1 else None
+    except OSError:  # the output is kept in memory
+        apart = None
+
+    def write(text: str) -> None:
+        """Write a text to the standard output of the command."""
+        if apart is None:
+            output.write(text)
+            output.flush()
+            return
+        left = text.encode(errors="backslashreplace")
+        while left:
+            left = left[os.write(apart, left) :]
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if apart is None:
+            yield write
+            return
+        os.dup2(2, 1)
+        try:
+            yield write
+        finally:
+            output.flush()  # code may have kept the stream from before
+            os.dup2(apart, 1)
+            os.close(apart)
 
 
 def named_environment(words: list[str], options: list[str]) -> Config:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from flash.run.checks.env.checks import CHECKS
 from tests.forked_command import run_forked
 
 MODULE = """
+import os
+import sys
 import time
 
 class Wrong:
@@ -26,6 +30,13 @@ class Wrong:
         return "", "no number", True, False, {}
     async def close(self):
         pass
+
+class Prints(Wrong):
+    async def step(self, action):
+        os.write(1, b"from a library\\n")
+        os.system("echo from a process")
+        sys.__stdout__.write("from a kept stream\\n")
+        return await super().step(action)
 
 class Stuck(Wrong):
     async def reset(self, seed):
@@ -62,6 +73,15 @@ def test_a_failure_gives_exit_code_1_and_the_same_as_json(
     assert "from the environment" in said.err
 
 
+def test_nothing_that_the_environment_prints_is_in_the_json(folder: Path) -> None:
+    command = [sys.executable, "-m", "flash", "check-env", "checked_env:Prints", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    (finding,) = json.loads(ran.stdout)
+    assert (ran.returncode, finding["check"]) == (1, "interface")
+    for printed in ("the environment", "a library", "a process", "a kept stream"):
+        assert f"from {printed}\n" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,4 +116,4 @@ def test_code_that_never_ends_is_named_and_ends_the_command(folder: Path) -> Non
     code, said = run_forked(words, folder / "output.txt", folder=folder, seconds=60)
     assert code == 1
     assert "did not end; " in said
-    assert "checked_env.py:17 blocked the event loop" in said
+    assert "checked_env.py:26 blocked the event loop" in said

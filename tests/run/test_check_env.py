@@ -237,6 +237,15 @@ class NoisyReward(Good):
         return "", random.random(), True, False, {}
 
 
+class RewardsOnce(Good):
+    """Rewards only the first right answer to each problem."""
+
+    async def step(self, action: str) -> Any:
+        right = action == self.answer and self.answer not in LEFT
+        LEFT.append(action)
+        return "", float(right), True, False, {}
+
+
 class SlipsAnyhow(Good):
     async def step(self, action: str) -> Any:
         self.turns = getattr(self, "turns", 0) + 1
@@ -251,6 +260,7 @@ class SlipsAnyhow(Good):
         (Hashed, "failure", "and in another process 'Say "),
         (Clock, "failure", "seed 0 shows 'At "),
         (Today, "failure", "and in another process 'On "),
+        (RewardsOnce, "warning", "the same answers to seed 0 get reward 1, and again 0"),
         (NoisyReward, "warning", "the same answers to seed 0 get reward "),
         (SlipsAnyhow, "warning", "lead to other observations again, after turn 1"),
     ],
@@ -385,6 +395,7 @@ def test_slow_calls_are_measured_and_calls_that_block_the_event_loop_are_named()
     assert finding.state == "pass"
     assert float(finding.text.partition("step ")[2].partition(" ms")[0]) >= 200
     assert found(checks.speed, Slow, 1.0, env_step=0.6).state == "warning"
+    assert found(checks.determinism, Slow, 20.0).state == "pass"
     finding = found(checks.event_loop, Blocks, 1.0)
     line = Blocks.step.__code__.co_firstlineno + 1
     assert finding.state == "failure"
