@@ -294,6 +294,33 @@ class NeverRewards(Good):
         return "", float(action == "so be it"), True, False, {}
 
 
+class RewardsAText(Good):
+    async def step(self, action: str) -> Any:
+        return "", "1.0" if action == self.answer else 0.0, True, False, {}
+
+
+def test_known_answers_that_fail_are_told_apart_from_those_without_a_reward() -> None:
+    finding = found(checks.rewards, RewardsAText)
+    assert (finding.state, finding.advice) == ("failure", "each known answer fails: see the failures below")
+
+
+class HangsAfterSilence(Good):
+    async def step(self, action: str) -> Any:
+        if not action:
+            await anyio.sleep(1000)
+        return await super().step(action)
+
+
+def test_the_answer_is_named_after_which_an_environment_hangs() -> None:
+    reported: list[Finding] = []
+    some = {"interface": (checks.interface, 1.0), "rewards": (checks.rewards, 1.0)}
+    run_watched(
+        lambda message: None, checks.examine_environment, make_config(HangsAfterSilence), 2.0, reported.append, some
+    )
+    assert [(one.check, one.state) for one in reported] == [("interface", "pass"), ("rewards", "warning")]
+    assert reported[1].text.endswith(" s under way, after the answer ''")
+
+
 class RewardsAnything(Good):
     async def step(self, action: str) -> Any:
         return "", 1.0, True, False, {}
@@ -710,7 +737,8 @@ def test_a_check_without_a_result_in_its_time_is_a_warning_and_the_others_go_on(
         ("speed", "warning"),
         ("interface", "pass"),
     ]
-    assert reported[0].text == "no result within 1 s"
+    assert reported[0].text.startswith("no result within 1 s; seed 7 was ")
+    assert reported[0].text.endswith(" s under way, before its first answer")
 
 
 class NeverStarts(Good):
@@ -721,6 +749,5 @@ class NeverStarts(Good):
 def test_an_environment_that_gives_no_first_episode_in_time_fails() -> None:
     reported: list[Finding] = []
     run_watched(lambda message: None, checks.examine_environment, make_config(NeverStarts), 5.0, reported.append)
-    assert [(one.check, one.state, one.text) for one in reported] == [
-        ("interface", "failure", "no result within 1 s"),
-    ]
+    assert [(one.check, one.state) for one in reported] == [("interface", "failure")]
+    assert reported[0].text.startswith("no result within 1 s; seed 0 was ")

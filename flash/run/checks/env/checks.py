@@ -244,9 +244,9 @@ async def rewards(trial: Trial) -> Finding:
     """Report range, zeros and noise of the rewards, and the mean reward of empty, random and known answers."""
     means = {name: await mean_of(trial, policy) for name, policy in {"empty": empty, "random": guess}.items()}
     known = await trial.known_answers(REWARDED)
-    solved = await trial.play_many(known, in_turn(known))
-    if solved:
-        means["known"] = _mean(solved)
+    tried = await trial.play_many(known, in_turn(known))
+    solved = [one for one in tried if one.failure is None]
+    means["known"] = _mean(solved)
     totals = [one.reward for one in trial.episodes if one.failure is None]
     if not totals:
         return failure("no episode got a reward", "see the failures below")
@@ -259,6 +259,8 @@ async def rewards(trial: Trial) -> Finding:
     text = f"{min(totals):g} to {max(totals):g}, {zeros:.0%} zeros, noise {noise:.2g}; mean of " + ", ".join(
         f"{name} answers {mean:.3g}" for name, mean in means.items() if mean is not None
     )
+    if tried and not solved:
+        return failure(text, "each known answer fails: see the failures below")
     if solved:
         # Where wrong answers cost something, right ones may get 0.
         worthless = 0.0 if max(totals) > 0 else min(totals)
@@ -515,14 +517,18 @@ async def examine_environment(
             shares -= share
             # A check looks at the time between two episodes; the scope ends an episode that takes too long.
             trial.until = perf_counter() + own / 2
-            late = f"no result within {own:.0f} s", "the environment is slow: allow more with --minutes"
-            # Without a first episode nothing is checked, and a workflow must not take that for a pass.
-            finding = failure(*late) if name == "interface" else warning(*late)
+            trial.unfinished = ""
+            finding = None
             with anyio.move_on_after(own):
                 try:
                     finding = await check(trial)
                 except FlashError as error:
                     finding = failure(shortened(str(error), SHOWN))
+            if finding is None:
+                # Without a first episode nothing is checked, and a workflow must not take that for a pass.
+                state = failure if name == "interface" else warning
+                text = f"no result within {own:.0f} s{trial.unfinished and f'; {trial.unfinished}'}"
+                finding = state(text, "the environment is slow: allow more with --minutes")
             report(msgspec.structs.replace(finding, check=name))
             if name == "interface" and not trial.is_playable:
                 return

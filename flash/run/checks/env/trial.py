@@ -24,7 +24,7 @@ import anyio
 import msgspec
 
 from flash.config.tree import Config
-from flash.environment.calls import typed_errors
+from flash.environment.calls import shortened, typed_errors
 from flash.environment.interface import Environment, Info, StepResult, WarmStart
 from flash.environment.load import LoadedEnvironment
 from flash.environment.places import lines_awaited, place_in
@@ -94,6 +94,11 @@ class Trial:
         """Time of `perf_counter` at which the present check should end. `is_late` compares with it."""
         self.is_playable = False
         """True if the check `interface` has played a training problem and a held-out one to their ends."""
+        self.unfinished = ""
+        """Phrase for the episode that took longest of those that the end of the present check has cancelled; empty if
+        there is none."""
+        self._unfinished_s = 0.0
+        """Seconds that the episode of `unfinished` took."""
         self._known: dict[int, list[str]] | None = None
         """Result of `known_answers`; None before its first call."""
 
@@ -126,7 +131,11 @@ class Trial:
             answers.append(policy(seed, shown))
             return answers[-1]
 
-        result = await play_answers(self.config, env or self.env, answer, seed)
+        try:
+            result = await play_answers(self.config, env or self.env, answer, seed)
+        except asyncio.CancelledError:
+            self._note_unfinished(seed, answers, perf_counter() - start)
+            raise
         turns = [] if isinstance(result, Failure) else result.turns
         failure = result if isinstance(result, Failure) else None
         rewards, step_s = [turn.reward for turn in turns], [turn.env_s for turn in turns]
@@ -134,6 +143,19 @@ class Trial:
         if keep:
             self.episodes.append(episode)
         return episode
+
+    def _note_unfinished(self, seed: int, answers: list[str], seconds: float) -> None:
+        """Store the phrase about a cancelled episode in `unfinished`, if none took longer.
+
+        Args:
+            seed: seed of the problem.
+            answers: answers of the policy so far.
+            seconds: time from the start of the episode to its cancellation.
+        """
+        if not self.unfinished or seconds > self._unfinished_s:
+            when = f"after the answer {shortened(repr(answers[-1]), 80)}" if answers else "before its first answer"
+            self.unfinished = f"seed {seed} was {seconds:.2g} s under way, {when}"
+            self._unfinished_s = seconds
 
     async def play_many(self, seeds: Iterable[int], policy: Policy, *, keep: bool = True) -> list[Episode]:
         """Play the problems of these seeds, several at the same time, until all are played or the check is late.
