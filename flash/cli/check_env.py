@@ -75,7 +75,7 @@ def run_check_env(arguments: argparse.Namespace) -> int:
     from flash.run.loop_watch import run_watched
 
     if not 0 < arguments.minutes <= 24 * 60:
-        raise ConfigError(f"--minutes: expected a positive number of minutes, got {arguments.minutes:g}")
+        raise ConfigError(f"--minutes: expected a positive number of at most {24 * 60}, got {arguments.minutes:g}")
     config = named_environment(arguments.config, arguments.option)
     checks = {name: check for name, check in CHECKS.items() if name != "training" or not arguments.no_training}
     findings: list[Finding] = []

@@ -88,7 +88,7 @@ def test_nothing_that_the_environment_prints_is_in_the_json(folder: Path) -> Non
         (["checked_env:Right"], "`checked_env` has no `Right`"),
         (["checked_env:Wrong", "--option", "width=3"], "Wrong has no such option"),
         (["checked_env:Wrong", "--option", "width"], "--option: expected KEY=VALUE, got width"),
-        (["checked_env:Wrong", "--minutes", "0"], "--minutes: expected a positive number of minutes, got 0"),
+        (["checked_env:Wrong", "--minutes", "0"], "--minutes: expected a positive number of at most 1440, got 0"),
         (["checked_env:Wrong", "checked_env:Stuck"], "expected one environment, as module:Class or as env.path"),
         (["rollout.max_turns=3"], "expected one environment, as module:Class or as env.path in a configuration"),
         (["missing.toml"], "missing.toml"),

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import random
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -476,6 +477,21 @@ def test_what_an_episode_leaves_behind_is_counted_and_named(env: type[object], s
     finding = found(checks.leaks, env, 0.4)
     assert finding.state == "failure"
     assert said in finding.text
+
+
+class LeaksFolders(Good):
+    async def reset(self, seed: int) -> Any:
+        tempfile.mkdtemp()
+        return await super().reset(seed)
+
+
+def test_temporary_files_that_remain_after_each_episode_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    finding = found(checks.leaks, LeaksFolders, 0.4)
+    assert finding.state == "warning"
+    assert finding.text.endswith(f" more files and folders in {tmp_path}")
 
 
 class LeaksLittle(Good):

@@ -9,6 +9,7 @@ last check, `training`, is in `flash.run.checks.env.training`.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -190,7 +191,7 @@ async def determinism(trial: Trial) -> Finding:
     try:
         some = dict([*answers.items()][::2])
         # A prompt that shows the time, in whole seconds, is another one by then.
-        await anyio.sleep(max(0.0, start + 1.1 - perf_counter()))
+        await anyio.sleep(max(0.0, min(start + 1.1, trial.until) - perf_counter()))
         apart = await play_apart(trial.config, some)
     except FlashError as error:
         return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
@@ -408,6 +409,13 @@ async def leaks(trial: Trial) -> Finding:
             f"after {text} there are {said(grown)} more than before",
             "release in `close` what `reset` and `step` open; `close` is also called after an error",
         )
+    files = min(middle.temporary - before.temporary, after.temporary - middle.temporary)
+    if files >= min(counts[1:]) / 2:  # other processes make fewer
+        return warning(
+            f"after {text} there are {after.temporary - before.temporary} more files and folders in "
+            f"{tempfile.gettempdir()}",
+            "remove in `close` what an episode has made there, if another program has not made them",
+        )
     last = f"in each of the last {counted(counts[-1], 'episode')}"
     objects, resident = after.objects - middle.objects, after.resident - middle.resident
     if middle.objects > before.objects and objects > max(LEAST_OBJECT_GROWTH, counts[-1] * OBJECT_GROWTH):
@@ -517,7 +525,7 @@ async def examine_environment(
             shares -= share
             # A check looks at the time between two episodes; the scope ends an episode that takes too long.
             trial.until = perf_counter() + own / 2
-            trial.unfinished = ""
+            trial.unfinished, trial.unfinished_s = "", 0.0
             finding = None
             with anyio.move_on_after(own):
                 try:
@@ -527,8 +535,10 @@ async def examine_environment(
             if finding is None:
                 # Without a first episode nothing is checked, and a workflow must not take that for a pass.
                 state = failure if name == "interface" else warning
-                text = f"no result within {own:.0f} s{trial.unfinished and f'; {trial.unfinished}'}"
-                finding = state(text, "the environment is slow: allow more with --minutes")
+                slow = f"; {trial.unfinished}" if trial.unfinished_s > own / 4 else ""
+                finding = state(
+                    f"no result within {own:.0f} s{slow}", "the environment is slow: allow more with --minutes"
+                )
             report(msgspec.structs.replace(finding, check=name))
             if name == "interface" and not trial.is_playable:
                 return

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import os
 import sys
+import tempfile
 import threading
 import tracemalloc
 from asyncio import events
@@ -48,6 +49,8 @@ class Holdings(msgspec.Struct, frozen=True):
     """Resident memory in bytes."""
     objects: int
     """Bytes of the objects that were made since `tracing` began, and still exist; 0 outside of it."""
+    temporary: int
+    """Number of files and folders in the folder for temporary files. Other processes make some, too."""
 
     @staticmethod
     def now() -> Holdings:
@@ -62,7 +65,8 @@ class Holdings(msgspec.Struct, frozen=True):
         tasks = Counter(_task_name(one) for one in asyncio.all_tasks() if one is not asyncio.current_task())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         named = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
-        return Holdings(named, resident, tracemalloc.get_traced_memory()[0])
+        temporary = len(os.listdir(tempfile.gettempdir()))
+        return Holdings(named, resident, tracemalloc.get_traced_memory()[0], temporary)
 
     @staticmethod
     async def settled(before: Holdings | None = None) -> Holdings:

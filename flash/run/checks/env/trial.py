@@ -97,7 +97,7 @@ class Trial:
         self.unfinished = ""
         """Phrase for the episode that took longest of those that the end of the present check has cancelled; empty if
         there is none."""
-        self._unfinished_s = 0.0
+        self.unfinished_s = 0.0
         """Seconds that the episode of `unfinished` took."""
         self._known: dict[int, list[str]] | None = None
         """Result of `known_answers`; None before its first call."""
@@ -152,10 +152,10 @@ class Trial:
             answers: answers of the policy so far.
             seconds: time from the start of the episode to its cancellation.
         """
-        if not self.unfinished or seconds > self._unfinished_s:
+        if seconds > self.unfinished_s:
             when = f"after the answer {shortened(repr(answers[-1]), 80)}" if answers else "before its first answer"
             self.unfinished = f"seed {seed} was {seconds:.2g} s under way, {when}"
-            self._unfinished_s = seconds
+            self.unfinished_s = seconds
 
     async def play_many(self, seeds: Iterable[int], policy: Policy, *, keep: bool = True) -> list[Episode]:
         """Play the problems of these seeds, several at the same time, until all are played or the check is late.
