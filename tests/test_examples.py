@@ -160,3 +160,5 @@ def test_the_workflow_that_checks_an_environment_has_steps_with_valid_commands()
     (arguments,) = (parse(command.split()[1:]) for command in commands)
     assert (arguments.command, arguments.no_training) == ("check-env", True)
     assert job["timeout-minutes"] > arguments.minutes
+    (clone,) = (line for step in job["steps"] for line in step.get("run", "").splitlines() if "git clone" in line)
+    assert clone.endswith('"$RUNNER_TEMP/flash"'), "in the working directory it would hide the package"

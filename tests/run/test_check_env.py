@@ -273,6 +273,16 @@ def test_problems_and_rewards_that_change_are_named(env: type[object], state: st
     assert finding.advice
 
 
+def test_a_clone_called_flash_in_the_working_directory_does_not_hide_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash").mkdir()
+    (tmp_path / "flash" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    finding = found(checks.determinism, Good)
+    assert finding.state == "pass", finding
+
+
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
@@ -519,6 +529,16 @@ class TakenInC:
         LIBC.free(self.address)
 
 
+class GrowsOnce(Good):
+    """Makes a table larger, once in many episodes."""
+
+    async def reset(self, seed: int) -> Any:
+        LEFT.append(seed)
+        if len(LEFT) == 700:
+            LEFT.append(bytearray(2_000_000))
+        return await super().reset(seed)
+
+
 class Caches(Good):
     """Keeps the problems that it has shown, which are as many as its seeds."""
 
@@ -547,11 +567,13 @@ def test_memory_that_a_library_in_c_keeps_is_a_warning() -> None:
     assert finding.text.endswith(" episodes, though Python's objects did not")
 
 
-def test_a_cache_of_problems_is_no_leak() -> None:
+def test_a_cache_of_problems_and_a_table_that_grows_once_are_no_leaks() -> None:
     try:
         finding = found(checks.leaks, Caches, 10)
     finally:
         Caches.kept.clear()
+    assert finding.state == "pass", finding
+    finding = found(checks.leaks, GrowsOnce, 20)
     assert finding.state == "pass", finding
 
 

@@ -25,7 +25,15 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
 from flash.errors import FlashError
 from flash.run.checks.doctor import Finding
-from flash.run.checks.env.resources import BlockSampler, Holdings, growing_place, said, tracing
+from flash.run.checks.env.resources import (
+    BlockSampler,
+    Holdings,
+    growing_place,
+    growth_without_jumps,
+    said,
+    traced_bytes,
+    tracing,
+)
 from flash.run.checks.env.trial import (
     Cut,
     CutEnvironment,
@@ -54,9 +62,10 @@ LEAK_EPISODES = 1000
 """Largest number of episodes after which leaks are counted."""
 MOST_AWAITS = 40
 """Largest number of awaits of a method at which an episode is cancelled."""
-OBJECT_GROWTH, LEAST_OBJECT_GROWTH = 1000, 50_000
-"""Bytes by which the objects of Python may grow per episode, and in all. Their count is exact, but the event loop and
-the modules of Python keep a few objects, too."""
+BATCH = 20
+"""Number of episodes between two looks at the memory."""
+OBJECT_GROWTH = 1000
+"""Bytes per episode by which the objects of Python may grow. Their sizes are exact, but libraries keep a few, too."""
 GROWTH, LEAST_GROWTH = 10_000, 4_000_000
 """Bytes by which the resident memory may grow per episode, and in all: allocators take memory in large pieces."""
 SHOWN = 300
@@ -389,7 +398,7 @@ async def leaks(trial: Trial) -> Finding:
     await trial.play_many(range(3 * REPEATED), guess, keep=False)
     held: list[Holdings] = []
     snapshots: list[tracemalloc.Snapshot] = []
-    counts = [0]
+    counts, sizes = [0], list[int]()
     with tracing():
         held.append(await Holdings.settled())
         for half in (1, 2):
@@ -397,7 +406,9 @@ async def leaks(trial: Trial) -> Finding:
             # A cache of problems is filled after the first half, unless the second one plays others.
             played, most = 0, counts[-1] or LEAK_EPISODES // 2
             while played == 0 or (played < most and not trial.is_late):
-                played += len(await trial.play_many(range(played, played + 20), guess, keep=False))
+                played += len(await trial.play_many(range(played, played + BATCH), guess, keep=False))
+                if half == 2:
+                    sizes.append(traced_bytes())
             counts.append(played)
             held.append(await Holdings.settled(held[0]))
             snapshots.append(tracemalloc.take_snapshot())
@@ -417,11 +428,11 @@ async def leaks(trial: Trial) -> Finding:
             "remove in `close` what an episode has made there, if another program has not made them",
         )
     last = f"in each of the last {counted(counts[-1], 'episode')}"
-    objects, resident = after.objects - middle.objects, after.resident - middle.resident
-    if middle.objects > before.objects and objects > max(LEAST_OBJECT_GROWTH, counts[-1] * OBJECT_GROWTH):
+    objects, resident = growth_without_jumps(sizes) / BATCH, after.resident - middle.resident
+    if objects > OBJECT_GROWTH:
         place = growing_place(*snapshots)
         return warning(
-            f"memory grew by {objects / counts[-1] / 1000:.3g} kB {last}{place and f', most of it made at {place}'}",
+            f"memory grew by {objects / 1000:.3g} kB {last}{place and f', most of it made at {place}'}",
             "see which list, dict or cache of the module or class grows",
         )
     if middle.resident > before.resident and resident > max(LEAST_GROWTH, counts[-1] * GROWTH):

@@ -2,12 +2,13 @@
 
 `flash.run.checks.env.checks` compares two `Holdings` to find leaks, and asks `BlockSampler` which code blocks the loop.
 Memory is counted twice. Python's own count (`tracing`) is exact and knows the line of each object, but misses memory
-that libraries in C take by themselves. The resident memory has all of it, but also memory that an allocator keeps.
+that libraries in C take by themselves. The resident memory has all of it, but also what allocators keep.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import sys
@@ -16,8 +17,9 @@ import threading
 import tracemalloc
 from asyncio import events
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -40,6 +42,10 @@ BLOCK_S = 0.1
 """Seconds that one callback of the event loop may take."""
 
 
+_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Function of glibc that gives freed memory back to the system; None with another C library."""
+
+
 class Holdings(msgspec.Struct, frozen=True):
     """Resources that this process holds at one moment."""
 
@@ -47,8 +53,6 @@ class Holdings(msgspec.Struct, frozen=True):
     """For each of `KINDS`, the number of resources by their description."""
     resident: int
     """Resident memory in bytes."""
-    objects: int
-    """Bytes of the objects that were made since `tracing` began, and still exist; 0 outside of it."""
     temporary: int
     """Number of files and folders in the folder for temporary files. Other processes make some, too."""
 
@@ -63,10 +67,13 @@ class Holdings(msgspec.Struct, frozen=True):
                 files[target if target.startswith("/") else target.partition(":")[0]] += 1
         threads = Counter(one.name for one in threading.enumerate() if not one.name.startswith(POOLED))
         tasks = Counter(_task_name(one) for one in asyncio.all_tasks() if one is not asyncio.current_task())
+        # Freed memory that the C library keeps would be used again, and so hide what is taken meanwhile.
+        if _TRIM is not None:
+            _TRIM(0)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         named = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
         temporary = len(os.listdir(tempfile.gettempdir()))
-        return Holdings(named, resident, tracemalloc.get_traced_memory()[0], temporary)
+        return Holdings(named, resident, temporary)
 
     @staticmethod
     async def settled(before: Holdings | None = None) -> Holdings:
@@ -99,6 +106,20 @@ def tracing() -> Generator[None]:
     finally:
         if started:
             tracemalloc.stop()
+
+
+def traced_bytes() -> int:
+    """Return the size of the objects that were made since `tracing` began, and still exist."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def growth_without_jumps(sizes: Sequence[int]) -> float:
+    """Return the mean growth from one size to the next, without the largest tenth: a table that is made larger once,
+    such as Python's own of names, is no leak. Returns 0 for fewer than three sizes."""
+    steps = sorted(after - before for before, after in pairwise(sizes))
+    kept = steps[: len(steps) - max(1, len(steps) // 10)]
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 def growing_place(before: tracemalloc.Snapshot, after: tracemalloc.Snapshot) -> str:

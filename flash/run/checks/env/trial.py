@@ -8,6 +8,7 @@ in place of the model. `CutEnvironment` cancels an episode while a method of the
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from flash.config.objects import IMPORT_PATH, take_import_path
 from flash.config.tree import Config
 from flash.environment.calls import shortened, typed_errors
 from flash.environment.interface import Environment, Info, StepResult, WarmStart
@@ -43,6 +45,8 @@ HOLD_S = 0.4
 """Seconds for which `CutEnvironment` holds a method at an `await` until the cancellation arrives. The cancellation does
 not arrive if the code shields itself against it. Longer than `SPIN_S` of `flash.environment.calls`, such code would be
 abandoned."""
+ROOT = Path(__file__).parents[4]
+"""Folder that has the packages of Flash."""
 ROLE = re.compile(r"^(system|user|assistant|tool): ", re.MULTILINE)
 """Mark of a chat message's role in a shown text, which is no part of the prompt."""
 
@@ -279,14 +283,17 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
     Raises:
         FlashError: the process failed.
     """
+    # A clone in the working directory, whose folder is also called `flash`, must not hide the package: `import flash`
+    # comes before the import path of the user. `-P` leaves the working directory out.
+    bootstrap = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flash, algorithms, envs; del sys.path[0]"
+    folders = [str(Path.cwd() / folder) for folder in sys.path]
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
         file = Path(folder) / "played.json"
-        paths = os.pathsep.join(path or os.curdir for path in sys.path)
         ran = await anyio.run_process(
-            [sys.executable, "-c", f"from {__name__} import play_given; play_given()", str(file)],
+            [sys.executable, "-P", "-c", f"{bootstrap}; from {__name__} import play_given; play_given()", str(file)],
             input=msgspec.json.encode((config, answers)),
             # The user may have fixed the hash values.
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1", "TZ": _other_date()},
+            env={**os.environ, IMPORT_PATH: json.dumps(folders), "PYTHONHASHSEED": "1", "TZ": _other_date()},
             check=False,
         )
         if ran.returncode or not file.is_file():
@@ -306,6 +313,7 @@ def _other_date() -> str:
 def play_given() -> None:
     """Play the episodes that `play_apart` gives, and write the results to the file that is named on the command line.
     The body of its process."""
+    take_import_path()
     config, answers = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Config, dict[int, list[str]]])
     played = {seed: play(config, texts, seed) for seed, texts in answers.items()}
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(played))
