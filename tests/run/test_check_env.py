@@ -722,6 +722,25 @@ def test_solved_examples_are_known_answers_also_of_several_turns() -> None:
     assert finding.text.endswith("known answers 2")
 
 
+class TaughtSlowly(Taught):
+    """Needs a tenth of a second for each example."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        LEFT.append(count)
+        time.sleep(0.1 * count)
+        return super().solved_examples(count, seed)
+
+
+async def count_examples(trial: Trial) -> Finding:
+    """Look for known answers, and return the number of examples that were made for them."""
+    await trial.known_answers(32)
+    return Finding("pass", str(sum(LEFT)))
+
+
+def test_examples_that_take_long_are_made_only_while_there_is_time() -> None:
+    assert int(found(count_examples, TaughtSlowly, 2.0).text) <= 20
+
+
 class TaughtInAChat(Taught):
     async def reset(self, seed: int) -> Any:
         shown, info = await super().reset(seed)
@@ -737,7 +756,7 @@ def test_solved_examples_are_also_known_for_prompts_in_a_chat() -> None:
 
 
 def test_a_run_for_a_tiny_model_has_room_for_all_turns(tmp_path: Path) -> None:
-    config = config_of(make_config(Taught), Taught(), tmp_path)
+    config = config_of(make_config(Taught), Taught().solved_examples(200, 0), tmp_path)
     assert config.rollout.max_turns == 4
     assert config.rollout.max_new_tokens == 4
     assert config.model.max_length >= 2 * len("first of 00: 4444second: 4444")

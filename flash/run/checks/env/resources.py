@@ -71,7 +71,7 @@ class Holdings(msgspec.Struct, frozen=True):
         if _TRIM is not None:
             _TRIM(0)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        named = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
+        named: dict[str, Counter[str]] = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
         temporary = len(os.listdir(tempfile.gettempdir()))
         return Holdings(named, resident, temporary)
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -36,14 +35,11 @@ from flash.config.tree import (
     RunConfig,
     TinyModelConfig,
 )
-from flash.environment.calls import typed_errors
-from flash.environment.interface import WarmStart
+from flash.environment.interface import SolvedExample, WarmStart
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.stats import Interval, difference
 from flash.run.checks.doctor import Finding
-
-if TYPE_CHECKING:
-    from flash.run.checks.env.trial import Trial
+from flash.run.checks.env.trial import Trial, examples_within
 
 TRAINED_S = 180.0
 """Longest time of the training in seconds, counted from the first evaluation."""
@@ -54,7 +50,7 @@ END_S = 20.0
 STEPS, EVERY = 400, 20
 """Largest number of steps, and number of steps between two evaluations."""
 SAMPLED = 200
-"""Number of solved examples whose lengths give the limits of the run."""
+"""Largest number of solved examples whose lengths give the limits of the run."""
 
 
 async def train_tiny(trial: Trial) -> Finding:
@@ -69,7 +65,8 @@ async def train_tiny(trial: Trial) -> Finding:
     if seconds < LEAST_S:
         return Finding("skipped", f"{max(0.0, seconds):.0f} s are left for it", "allow more with --minutes")
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
-        config = config_of(trial.config, made, Path(folder))
+        examples = await anyio.to_thread.run_sync(examples_within, made, SAMPLED, seconds / 10)
+        config = config_of(trial.config, examples, Path(folder))
         file, log = Path(folder) / "run.toml", Path(folder) / "output.txt"
         file.write_text(dump(config), encoding="utf-8")
         ended = "it was ended"
@@ -105,16 +102,15 @@ def judged(evaluations: Sequence[Interval], end: str, last_line: str) -> Finding
     return Finding("warning", f"no gain seen: {text}", "a longer run may learn, or the rewards may be too rare")
 
 
-def config_of(config: Config, made: WarmStart, folder: Path) -> Config:
+def config_of(config: Config, examples: list[SolvedExample], folder: Path) -> Config:
     """Return the configuration of the training, whose model and run lie in `folder`.
 
     Args:
         config: configuration with the environment.
-        made: object of the environment, which gives solved examples.
+        examples: some solved examples of the environment.
         folder: temporary folder.
     """
-    with typed_errors("solved_examples"):
-        games = [(example, *example.later) for example in made.solved_examples(SAMPLED, 0)]
+    games = [(example, *example.later) for example in examples]
     longest = 2 + 2 * max(len(turn.answer) for game in games for turn in game)
     turns = min(config.rollout.max_turns, 2 * max(map(len, games)))
     # One token is one character. Games of a model that is not perfect are longer than solved ones.

@@ -27,7 +27,7 @@ import msgspec
 from flash.config.objects import IMPORT_PATH, take_import_path
 from flash.config.tree import Config
 from flash.environment.calls import shortened, typed_errors
-from flash.environment.interface import Environment, Info, StepResult, WarmStart
+from flash.environment.interface import Environment, Info, SolvedExample, StepResult, WarmStart
 from flash.environment.load import LoadedEnvironment
 from flash.environment.places import lines_awaited, place_in
 from flash.errors import EnvError, FlashError
@@ -40,7 +40,9 @@ _T = TypeVar("_T")
 PARALLEL = 8
 """Number of episodes that `Trial.play_many` plays at the same time."""
 EXAMPLES = 500
-"""Number of solved examples in which `Trial.known_answers` looks for a problem."""
+"""Largest number of solved examples in which `Trial.known_answers` looks for a problem."""
+EXAMPLES_SHARE = 0.25
+"""Share of the time of a check in which these are made."""
 HOLD_S = 0.4
 """Seconds for which `CutEnvironment` holds a method at an `await` until the cancellation arrives. The cancellation does
 not arrive if the code shields itself against it. Longer than `SPIN_S` of `flash.environment.calls`, such code would be
@@ -104,7 +106,7 @@ class Trial:
         self.unfinished_s = 0.0
         """Seconds that the episode of `unfinished` took."""
         self._known: dict[int, list[str]] | None = None
-        """Result of `known_answers`; None before its first call."""
+        """Result of `known_answers`; None before its first call that had time enough."""
 
     @property
     def is_late(self) -> bool:
@@ -192,14 +194,18 @@ class Trial:
         """Return the known answers to the first training problems by seed, one text per turn.
 
         An answer comes from the class method `solution_of`, or else from a solved example with the same prompt. Seeds
-        without a known answer are left out. Later calls return the result of the first one.
+        without a known answer are left out, and those for which time is too short. Later calls return the result of the
+        first one that had time enough.
 
         Raises:
             EnvError: a method of the environment failed.
         """
-        if self._known is None:
-            self._known = await self.answers_to(await self.look(range(count)))
-        return self._known
+        if self._known is not None:
+            return self._known
+        known = await self.answers_to(await self.look(range(count)))
+        if not self.is_late:
+            self._known = known
+        return known
 
     async def answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
         """Return the known answers to the problems with these prompts, by seed, as `known_answers` does. Raises the
@@ -210,15 +216,21 @@ class Trial:
     def _answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
         """Return the known answers to the problems with these prompts, by seed. Runs in a thread."""
         made: object = self.made()
-        examples = _answers_by_prompt(made, EXAMPLES, 0) if isinstance(made, WarmStart) else {}
+        examples: dict[str, list[str]] | None = None
         known: dict[int, list[str]] = {}
         for seed, prompt in ((seed, plain(shown)) for seed, shown in prompts.items()):
-            solution = self.env.solution_of(seed)
-            # Many environments draw the problem of a seed and the first example of the same seed alike.
-            own = _answers_by_prompt(made, 1, seed) if isinstance(made, WarmStart) and solution is None else {}
-            answers = [solution] if solution is not None else examples.get(prompt) or own.get(prompt)
-            if answers is not None:
-                known[seed] = answers
+            if self.is_late:  # nothing can cancel this thread
+                break
+            if (solution := self.env.solution_of(seed)) is not None:
+                known[seed] = [solution]
+            elif isinstance(made, WarmStart):
+                if examples is None:
+                    seconds = EXAMPLES_SHARE * (self.until - perf_counter())
+                    examples = _answers_by_prompt(examples_within(made, EXAMPLES, seconds))
+                # Many environments draw the problem of a seed and the first example of the same seed alike.
+                answers = examples.get(prompt) or _answers_by_prompt(examples_within(made, 1, 0.0, seed)).get(prompt)
+                if answers is not None:
+                    known[seed] = answers
         return known
 
     def made(self) -> object:
@@ -232,10 +244,23 @@ class Trial:
         return getattr(made, "blocking", made)
 
 
-def _answers_by_prompt(env: WarmStart, count: int, seed: int) -> dict[str, list[str]]:
-    """Return the answers of `count` solved examples by the first prompt, one text per turn."""
+def examples_within(env: WarmStart, most: int, seconds: float, seed: int = 0) -> list[SolvedExample]:
+    """Return at least one solved example, and at most `most`: as many as can be made in `seconds`.
+
+    The time that the first one takes is measured: some environments need a second for each.
+
+    Raises:
+        EnvError: the method of the environment failed.
+    """
+    start = perf_counter()
     with typed_errors("solved_examples"):
-        examples = env.solved_examples(count, seed)
+        examples = env.solved_examples(1, seed)
+        count = min(most, int(seconds / max(perf_counter() - start, 1e-6)))
+        return env.solved_examples(count, seed) if count > 1 else examples
+
+
+def _answers_by_prompt(examples: list[SolvedExample]) -> dict[str, list[str]]:
+    """Return the answers of solved examples by the first prompt, one text per turn."""
     return {one.prompt: [one.answer, *(turn.answer for turn in one.later)] for one in examples}
 
 
