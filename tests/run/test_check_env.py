@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import random
+import select
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
@@ -773,6 +778,39 @@ def test_a_gain_is_a_pass_and_none_is_a_warning() -> None:
     )
     assert "no second evaluation" in judged([before], "it ended with exit code 1 after 9 s", "flash: error: x").text
     assert found(checks.training, Good).state == "skipped"
+
+
+TRAINS = """
+import anyio
+from pathlib import Path
+from flash.run.checks.env.training import _training
+
+async def main():
+    async with _training(Path("run.toml"), Path("output.txt")) as process:
+        while not Path("imported").exists():
+            await anyio.sleep(0.05)
+        print(process.pid, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+def test_a_training_ends_when_the_command_that_has_started_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "imported_for_ever.py").write_text(
+        "import pathlib, time\npathlib.Path('imported').touch()\ntime.sleep(1000)\n"
+    )
+    (tmp_path / "run.toml").write_text('run.name = "x"\nmodel.path = "x"\nenv.path = "imported_for_ever:Env"\n')
+    with subprocess.Popen([sys.executable, "-c", TRAINS], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        training = os.pidfd_open(int(command.stdout.readline()))
+        command.kill()
+    try:
+        assert select.select([training], [], [], 60)[0], "the training goes on"
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(training, signal.SIGKILL)
+        os.close(training)
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ END_S = 20.0
 """Seconds in which an interrupted run must end."""
 STEPS, EVERY = 400, 20
 """Largest number of steps, and number of steps between two evaluations."""
+COMMAND = (
+    "import sys; from flash.cli.main import main; from flash.run.processes.launch_state import end_with_parent; "
+    "end_with_parent(); sys.exit(main(sys.argv[1:]))"
+)
+"""Program that runs `flash`, and ends when this process is killed: otherwise the training would go on alone."""
 SAMPLED = 200
 """Largest number of solved examples whose lengths give the limits of the run."""
 
@@ -140,7 +145,7 @@ async def _training(file: Path, log: Path) -> AsyncGenerator[Process]:
     """
     with log.open("wb") as output:
         process = await anyio.open_process(
-            [sys.executable, "-m", "flash", "train", str(file)],
+            [sys.executable, "-c", COMMAND, "train", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
