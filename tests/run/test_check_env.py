@@ -23,6 +23,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+import flash
 from flash.config.tree import Config
 from flash.environment import SolvedExample, is_held_out, sharing
 from flash.observe.stats import Interval
@@ -278,13 +279,19 @@ def test_problems_and_rewards_that_change_are_named(env: type[object], state: st
     assert finding.advice
 
 
+class UsesFlash(Good):
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        assert flash.HELD_OUT > 0  # a name of the package itself
+        return super().draw(rng, held_out)
+
+
 def test_a_clone_called_flash_in_the_working_directory_does_not_hide_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "flash").mkdir()
     (tmp_path / "flash" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    finding = found(checks.determinism, Good)
+    finding = found(checks.determinism, UsesFlash)
     assert finding.state == "pass", finding
 
 
