@@ -139,6 +139,10 @@ class _MessagesBody(_CountBody, kw_only=True):
     """Fields of the body of a request for an answer, which must limit the answer's tokens."""
 
     max_tokens: int
+    compaction: Any = None
+    """Request for a summary in a block of its own; refused."""
+    thread: Any = None
+    """Request to keep the conversation, so that later requests send new messages only; refused."""
 
 
 class MessagesRequest(msgspec.Struct, frozen=True):
@@ -162,6 +166,11 @@ def read(body: bytes) -> MessagesRequest:
     """
     parsed = decoded(_decoder, body)
     check_limit(parsed.max_tokens, "max_tokens")
+    refuse_set_fields({"compaction": parsed.compaction})
+    if parsed.thread:
+        # The official client sends such a field by itself. After this code it sends the whole conversation instead.
+        message = "`thread` is not supported here: leave it out, and send the whole conversation in each request."
+        raise ApiError(400, message, "thread_unsupported_request", "thread")
     return MessagesRequest(
         request=_request(parsed, parsed.max_tokens),
         with_thinking=parsed.thinking is None or parsed.thinking.type != "disabled",

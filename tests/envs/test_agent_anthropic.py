@@ -199,6 +199,29 @@ async def test_a_client_calls_functions_and_sends_thinking_back(seed: int, token
     assert played.env_metrics() == {"tool_calls": 2, "malformed_calls": 1}
 
 
+async def runs_tools(base_url: str, api_key: str, task: str) -> str:
+    """Lets the client's own runner answer the calls. By itself the runner asks the server to keep the conversation."""
+    from anthropic import beta_async_tool
+
+    @beta_async_tool
+    async def add(a: int, b: str) -> str:
+        """Adds numbers."""
+        return f"{a + 1} of {b}"
+
+    async with client_of(base_url, api_key) as client:
+        asked: Any = {"model": "policy", "messages": said(QUESTION), "max_tokens": 1000}
+        message = await client.beta.messages.tool_runner(**asked, tools=[add]).until_done()
+    return message.content[-1].text
+
+
+async def test_the_runner_of_the_client_sends_the_whole_conversation(tokenizer: HarmonyTokenizer) -> None:
+    ends = tokenizer.inner.convert_tokens_to_ids([FORM.end, FORM.call_end])
+    policy = Policy(lambda request: sums(request, tokenizer), seconds=0.0, ends=ends)
+    played = await trained("runs_tools", policy, tokenizer=tokenizer, max_new_tokens=1000)
+    assert (played.outcome, len(played.turns), len(played.branches)) == (Outcome.OK, 3, 1)
+    assert played.turns[-1].note == "it is 2 of é"
+
+
 # -- ends of answers and errors ----------------------------------------------------------------------------------------
 
 

@@ -286,6 +286,9 @@ def test_arguments_that_are_no_object_become_one(arguments: str, sent: str) -> N
         ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
         ({"guided_json": {}}, None),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"max_tokens": "9"}, "max_tokens"),
@@ -305,6 +308,7 @@ def test_what_is_not_done_here_is_refused_by_name(fields: dict[str, Any], place:
 
 def test_only_an_answer_needs_a_limit_of_its_tokens() -> None:
     asked = msgspec.json.encode({"model": "policy", "messages": [{"role": "user", "content": "hello"}]})
+    assert read_count(body(compaction={"type": "summarize"})) == read_count(asked)
     assert read_count(asked).messages == [Message("user", "hello")]
     with pytest.raises(ApiError) as refused:
         read(asked)
