@@ -169,8 +169,9 @@ class Expected(msgspec.Struct, frozen=True):
     """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
-    hear: Callable[[Piece], None] | None = None
-    """Function that is called with the pieces of the response while it is sampled; None: no function."""
+    hear: Callable[[Piece, int], None] | None = None
+    """Function that is called with each piece of the response while it is sampled, and with the size of the prompt in
+    tokens; None: no function."""
     calling: bool = True
     """True if calls of functions are separated from the text; the pieces that `hear` gets are then without them."""
 
@@ -213,8 +214,8 @@ class NextResponse(Protocol):
         """End the next response after the first of these texts that it contains."""
         ...
 
-    def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
-        """Call `hear` with pieces of the next response while it is sampled.
+    def listen(self, hear: Callable[[Piece, int], None], *, calling: bool = True) -> None:
+        """Call `hear` with pieces of the next response, and the size of its prompt in tokens, while it is sampled.
 
         A piece is never corrected later: all pieces together are the text that `spoken` will return. Calls of functions
         are left out if `calling` is True. `hear` is not called at the end of the response; `step` is. If `hear` raises

@@ -61,8 +61,8 @@ class AnswerFormat(Protocol):
         """Encode all answers as one body."""
         ...
 
-    def begin(self, index: int) -> bytes:
-        """Encode the beginning of an answer."""
+    def begin(self, index: int, prompt_tokens: int) -> bytes:
+        """Encode the beginning of an answer. `prompt_tokens` is the number of tokens of its prompt."""
         ...
 
     def piece(self, piece: Piece, index: int) -> bytes:
@@ -343,7 +343,7 @@ async def _events(
     answers: list[PolicyAnswer] = []
     try:
         for index, call in enumerate(calls):
-            yield events.begin(index)
+            yield events.begin(index, await call.begun())
             async with aclosing(call.pieces()) as pieces:
                 async for piece in pieces:
                     yield events.piece(piece, index)

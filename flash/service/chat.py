@@ -349,7 +349,7 @@ class ChatFormat(ChoiceFormat):
         head = _head(self._name, "chat.completion")
         return msgspec.json.encode({**head, "choices": choices, "usage": usage(answers)})
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int) -> bytes:
         """Encode the beginning of an answer."""
         return self._event(_choice(index, {"role": ASSISTANT, "content": ""}))
 

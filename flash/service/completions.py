@@ -125,7 +125,7 @@ class CompletionFormat(ChoiceFormat):
         choices = [_choice(answer, index) for index, answer in enumerate(answers)]
         return msgspec.json.encode({**_head(self._name), "choices": choices, "usage": usage(answers)})
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int) -> bytes:
         """Return no event, since the API has none for the beginning of a text."""
         return b""
 

@@ -330,10 +330,10 @@ class MessageFormat:
             {**self._head(), "content": content, **_stop(answer), "usage": _usage(answer.prompt_tokens, answer.tokens)}
         )
 
-    def begin(self, index: int) -> bytes:
-        """Encode the beginning of the message. The numbers of its tokens are known at the end."""
-        begun = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
-        return _event("message_start", message=begun)
+    def begin(self, index: int, prompt_tokens: int) -> bytes:
+        """Encode the beginning of the message. The number of its own tokens is known at the end."""
+        empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(prompt_tokens, 0)}
+        return _event("message_start", message={**self._head(), **empty})
 
     def piece(self, piece: Piece, index: int) -> bytes:
         """Encode a new piece of the answer."""

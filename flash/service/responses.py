@@ -460,7 +460,7 @@ class ResponseFormat:
         (answer,) = answers
         return msgspec.json.encode(_response(answer, self._name, self._request))
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int) -> bytes:
         """Encode the beginning of the response."""
         begun = _response(_NO_ANSWER, self._name, self._request)
         begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}

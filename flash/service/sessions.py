@@ -150,6 +150,8 @@ class Call:
         self.delivered = False
         """True if a client got its whole response, with this answer in it. `app` sets it, because a response may hold
         the answers of several calls, and `answer` returns before the response is complete."""
+        self._prompt_tokens = 0
+        """Number of tokens of the prompt; 0 before the first piece and the answer."""
         self._deltas = AnswerDeltas(request.stop)
         self._outcome: PolicyAnswer | ApiError | None = None
         """The answer, or the error of a refused call; None while the call is open."""
@@ -177,8 +179,10 @@ class Call:
             raise self._outcome
         return self._outcome
 
-    async def begun(self) -> None:
-        """Wait until there is a first piece or an answer. `app` waits for it before it begins a stream.
+    async def begun(self) -> int:
+        """Wait until there is a first piece or an answer, and return the number of tokens of the prompt.
+
+        `app` waits for it before it begins a stream.
 
         Raises:
             ApiError: the call is refused before its first piece.
@@ -187,6 +191,7 @@ class Call:
             await self._news.wait()
         if isinstance(self._outcome, ApiError) and not self._deltas.pieces:
             raise self._outcome
+        return self._prompt_tokens
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield all pieces from the first on, also future ones, until the answer is complete.
@@ -205,14 +210,16 @@ class Call:
         if isinstance(self._outcome, ApiError):
             raise self._outcome
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, prompt_tokens: int) -> None:
         """Add a newly sampled piece of the answer. The episode calls this for a request whose answer is streamed."""
+        self._prompt_tokens = prompt_tokens
         self._deltas.add(piece)
         self._notify()
 
     def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
         """End the call with its answer. Returns the answer with the message that the agent receives."""
         delivered = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
+        self._prompt_tokens = answer.prompt_tokens
         self._end(delivered)
         return delivered
 

@@ -167,9 +167,12 @@ async def calls_functions(base_url: str, api_key: str, task: str) -> str:
             count = await client.messages.count_tokens(model="policy", messages=messages, tools=TOOLS)
             if len(messages) == 3:
                 async with client.messages.stream(**asked, thinking=thinking) as events:
-                    kinds = [event.type async for event in events]
+                    begun, *kinds = [
+                        event.message.usage.input_tokens if event.type == "message_start" else event.type
+                        async for event in events
+                    ]
                     message = await events.get_final_message()
-                assert kinds[0] == "message_start"
+                assert begun == count.input_tokens
                 assert "input_json" in kinds
                 assert ("thinking" in kinds) is (task != "6")
             else:
@@ -335,7 +338,12 @@ async def asks_at_once(base_url: str, api_key: str, task: str) -> str:
         asked: Any = {"model": "policy", "max_tokens": 20, "messages": [{"role": "user", "content": f"{number}?"}]}
         if number % 2:
             async with client.messages.stream(**asked) as stream:
-                said[number] = (await stream.get_final_message()).content[0].text
+                begun, *_ = [
+                    event.message.usage.input_tokens if event.type == "message_start" else 0 async for event in stream
+                ]
+                message = await stream.get_final_message()
+                assert begun == message.usage.input_tokens > 0
+                said[number] = message.content[0].text
         else:
             said[number] = (await client.messages.create(**asked)).content[0].text
 

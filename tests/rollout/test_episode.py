@@ -559,7 +559,7 @@ class Listening(Env):
     def inform(self, episode: EpisodeView) -> None:
         self.episode = episode
         self.pieces: list[Piece] = []
-        episode.listen(self.pieces.append)
+        episode.listen(lambda piece, _: self.pieces.append(piece))
 
     async def step(self, action: str) -> Any:
         self.spoken = self.episode.spoken()
@@ -599,7 +599,7 @@ class Measuring(Env):
 
     def inform(self, episode: EpisodeView) -> None:
         self.left: list[int] = []
-        episode.listen(lambda piece: self.left.append(episode.room("more")))
+        episode.listen(lambda *_: self.left.append(episode.room("more")))
 
 
 def test_an_observation_measured_while_a_response_is_sampled_is_rendered_again_to_follow_it() -> None:

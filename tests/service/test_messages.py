@@ -226,7 +226,7 @@ def test_reasoning_after_text_is_a_block_of_its_own_and_all_of_it_comes_back_as_
     deltas = AnswerDeltas(())
     for piece in (Piece("", "h"), Piece("t"), Piece("wo", "m")):
         deltas.add(piece)
-    parts = [stream.begin(0), *(stream.piece(piece, 0) for piece in deltas.pieces)]
+    parts = [stream.begin(0, 7), *(stream.piece(piece, 0) for piece in deltas.pieces)]
     said = Message("assistant", "two", "hm")
     answer = msgspec.structs.replace(ANSWER, message=deltas.finish(said))
     content = heard(events_of(b"".join([*parts, stream.finish(answer, 0), stream.end([answer])])))["content"]

@@ -100,7 +100,7 @@ def test_a_response_and_its_events_have_every_field_that_the_official_client_pro
     Response.model_validate(told(tools=[ADD]), strict=True)
     events = ResponseFormat("1", wanted(tools=[ADD]))
     told_of = [
-        events.begin(0),
+        events.begin(0, 1),
         events.piece(Piece("", "hm"), 0),
         events.piece(Piece("two", ""), 0),
         events.end([ANSWER]),

@@ -19,6 +19,6 @@ def told_in(events: AnswerFormat, answer: PolicyAnswer) -> bytes:
     for letter in answer.message.content[:-1]:
         deltas.add(Piece(letter))
     assert deltas.finish(answer.message) == answer.message
-    lines = [events.begin(0)]
+    lines = [events.begin(0, answer.prompt_tokens)]
     lines += [events.piece(piece, 0) for piece in deltas.pieces]
     return b"".join([*lines, events.finish(answer, 0), events.end([answer])])

@@ -153,7 +153,8 @@ class ResponsesAhead:
             return
         on_tokens = ignore_tokens
         if expected.hear is not None:
-            on_tokens = format.start_reading(prompt, calling=expected.calling).forward_to(expected.hear)
+            reader = format.start_reading(prompt, calling=expected.calling)
+            on_tokens = reader.forward_to(expected.hear, len(prompt))
         max_new_tokens = min(limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
         request = self._new_request(prompt, max_new_tokens, expected.stop, on_tokens)
         response = ExpectedResponse(expected.name, request, self._now())

@@ -411,7 +411,8 @@ class EpisodePlayer:
         on_tokens = ignore_tokens
         if options.hear is not None:
             format = transcript.branches[transcript.branch].format
-            on_tokens = format.start_reading(transcript.tokens, calling=options.calling).forward_to(options.hear)
+            reader = format.start_reading(transcript.tokens, calling=options.calling)
+            on_tokens = reader.forward_to(options.hear, len(transcript.tokens))
         request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
         start = self._now()
         # An outage is a time in which no engine of the node serves. An outage does not count in the deadline of an

@@ -82,17 +82,18 @@ class ResponseReader:
         reasoning, content = self._parsing.add(text[len(previous) :], self._previous)
         return Piece(content, reasoning)
 
-    def forward_to(self, hear: Callable[[Piece], None]) -> Callable[[Sequence[int]], None]:
+    def forward_to(self, hear: Callable[[Piece, int], None], prompt_tokens: int) -> Callable[[Sequence[int]], None]:
         """Return a function that takes new tokens and calls `hear` with each piece that has text.
 
         The function becomes `ResponseRequest.on_tokens`, which the proxy calls while the response is sampled. `hear` is
         a function of the environment: if it raises an error, the returned function raises an EnvError or RewardError.
+        `hear` also gets `prompt_tokens`, the number of tokens of the prompt.
         """
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             piece = self.add(token_ids)
             if piece.content or piece.reasoning:
-                call_function("listener to a response", lambda: hear(piece))
+                call_function("listener to a response", lambda: hear(piece, prompt_tokens))
 
         return on_tokens
 

@@ -89,8 +89,9 @@ class ResponseOptions(NamedTuple):
     """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
-    hear: Callable[[Piece], None] | None = None
-    """Function that gets the pieces of the response while it is sampled; None: no function gets them."""
+    hear: Callable[[Piece, int], None] | None = None
+    """Function that gets each piece of the response while it is sampled, and the size of the prompt in tokens; None: no
+    function gets them."""
     calling: bool = True
     """True if the tokenizer reads function calls in the response, so that `hear` does not get their text. False if the
     calls stay part of the text."""

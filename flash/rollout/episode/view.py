@@ -78,8 +78,8 @@ class TranscriptView:
         """End the next response after the first of these texts that it contains."""
         self._transcript.options = self._transcript.options._replace(stop=tuple(texts))
 
-    def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
-        """Call `hear` with pieces of the next response while it is sampled.
+    def listen(self, hear: Callable[[Piece, int], None], *, calling: bool = True) -> None:
+        """Call `hear` with pieces of the next response, and the size of its prompt in tokens, while it is sampled.
 
         `calling`: True if the pieces leave out calls of functions.
         """
