@@ -40,6 +40,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, cast
 
+ROOT = Path(__file__).parents[2]
+"""Folder that has the packages of Flash."""
 MODULES = "FLASH_FORK_MODULES"
 """Environment variable with the names of the modules that `serve` imports, separated by commas."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -122,14 +124,12 @@ class ForkServer(forkserver.ForkServer):
                 read, own._forkserver_alive_fd = os.pipe()
                 fds = [listener.fileno(), read]
                 # Start the server, which runs `serve` and then multiprocessing's main function of fork servers.
-                command = (
+                command = python_command(
                     "from flash.foreign.forking import serve; serve(); "
                     f"from multiprocessing.forkserver import main; main(*{fds}, [])"
                 )
                 try:
-                    started = subprocess.Popen(
-                        [sys.executable, "-c", command], pass_fds=fds, env=os.environ | self.variables
-                    )
+                    started = subprocess.Popen(command, pass_fds=fds, env=os.environ | self.variables)
                 finally:
                     os.close(read)
             started.returncode = 0  # `Popen` must not wait for the process, because `waitpid` above does
@@ -168,6 +168,20 @@ class Imports:
     """Environment variables that the server had during the imports."""
     server: int | None = None
     """Process id of the server; None in a process that was not forked from a server."""
+
+
+def python_command(code: str) -> list[str]:
+    """Return the command that runs `code` in a new Python, which imports from the same folders as this process.
+
+    Arguments for `code` may be appended.
+    """
+    # Without `-P`, Python would search the working directory first. A user's file there may have the name of a module
+    # that torch imports, such as `statistics`. PYTHONPATH would put the user's folders before the standard library, too.
+    # The packages of Flash come before the folders of the user: an editable installation is found after them all, so
+    # that a clone in the working directory, whose folder is also called `flash`, would hide the package.
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    first = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flash, algorithms, envs; sys.path[:] = {folders}"
+    return [sys.executable, "-P", "-c", f"{first}; {code}"]
 
 
 def use_own_resource_tracker() -> None:

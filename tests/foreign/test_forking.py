@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash.foreign.forking import ForkedProcess, ForkServer, _Popen  # pyright: ignore[reportPrivateUsage]
+from flash.foreign.forking import ForkedProcess, ForkServer, _Popen, python_command  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).parents[2]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork"]
@@ -121,6 +122,25 @@ def test_a_forked_process_uses_its_own_server_for_others_if_that_has_the_modules
     assert told(ForkServer("csv", "json", variables={"KIND": "a"}), Nested) == [True, True, True, False, False]
 
 
+class Importing(Told):
+    """Reports the file of a module that its server has imported."""
+
+    def answer(self) -> object:
+        return sys.modules["tabnanny"].__file__
+
+
+def test_a_server_and_other_processes_import_nothing_from_the_working_directory_instead_of_what_is_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tabnanny.py").write_text("")
+    monkeypatch.chdir(folder)
+    installed = find_spec("tabnanny")
+    assert installed is not None
+    assert told(ForkServer("tabnanny"), Importing) == installed.origin
+    command = [*python_command("import tabnanny; print(tabnanny.__file__, sys.argv[1])"), "argument"]
+    assert subprocess.check_output(command, text=True) == f"{installed.origin} argument\n"
+
+
 class Folder(Told):
     """Reports the folder for its temporary files."""
 
@@ -132,8 +152,8 @@ def test_a_forked_process_has_its_temporary_files_where_its_own_environment_says
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "asks.py").write_text("import tempfile; tempfile.gettempdir()")
-    path = os.pathsep.join([str(folder), *sys.path])
-    server = ForkServer("asks", variables={"PYTHONPATH": path})
+    monkeypatch.syspath_prepend(folder)
+    server = ForkServer("asks")
     told(server)
     (folder / "own").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder / "own"))

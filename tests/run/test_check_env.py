@@ -295,6 +295,14 @@ def test_a_clone_called_flash_in_the_working_directory_does_not_hide_the_package
     assert finding.state == "pass", finding
 
 
+def test_a_file_of_the_user_with_the_name_of_a_standard_module_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the standard one')")
+    monkeypatch.chdir(tmp_path)
+    assert found(checks.determinism, Good).state == "pass"
+
+
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 

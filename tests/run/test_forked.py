@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ class Stays(JobProcess):
         self.enter()
         sys.stdout.write("hello\n")
         time.sleep(600)
+
+
+class Imports(Stays):
+    """Prints the place from which it would import a module, and lives on."""
+
+    def enter(self) -> None:
+        super().enter()
+        found = find_spec("tabnanny")
+        sys.stdout.write(f"{found and found.origin}\n")
 
 
 @contextmanager
@@ -70,16 +80,31 @@ def test_a_process_whose_output_nobody_reads_keeps_its_exit_code(
     assert process.exitcode == End.FINAL
 
 
-def test_a_line_is_written_at_once_also_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+def first_line(kind: type[JobProcess], folder: Path) -> str:
+    """Return the first line of a process that lives on."""
     read, write = os.pipe()
     with output_into(1, write):
-        process = start(Stays, tmp_path)
+        process = start(kind, folder)
     os.close(write)
     try:
         assert select.select([read], [], [], 30)[0], "the process has printed, and lives on"
-        assert os.read(read, 100) == b"hello\n"
+        return os.read(read, 1000).decode().partition("\n")[0]
     finally:
         process.kill()
         process.join(300)
         os.close(read)
+
+
+def test_a_line_is_written_at_once_also_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    assert first_line(Stays, tmp_path) == "hello"
+
+
+def test_a_file_of_the_user_does_not_replace_an_installed_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tabnanny.py").touch()
+    monkeypatch.chdir(tmp_path)
+    installed = find_spec("tabnanny")
+    assert installed is not None
+    assert first_line(Imports, tmp_path) == installed.origin

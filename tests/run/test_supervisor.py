@@ -185,11 +185,14 @@ async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
     assert not runs(pid)
 
 
-async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_be_made_of(tmp_path: Path) -> None:
+async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_be_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     (tmp_path / "endless.py").write_text(f"import time; open({str(here)!r}, 'w').close(); time.sleep(1000)")
+    monkeypatch.syspath_prepend(tmp_path)
     processes = Processes()
-    processes.fork_from(ForkServer("endless", variables={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}))
+    processes.fork_from(ForkServer("endless"))
 
     async def kill() -> None:
         while not here.exists():  # noqa: ASYNC110 - nobody tells us

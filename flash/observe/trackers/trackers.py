@@ -5,10 +5,9 @@
     track/NAME.log     output of the tracker
 
 `Tracking` sends the rows that the tracker does not have yet. `flash track` uses it directly, after the run. In a run,
-`TrackerProcess` starts a process for each tracker: `python -m flash.observe.trackers.trackers RUN_DIR NAME`, which
-calls `run_tracker`. That process only reads the run's files, so a tracker that hangs or crashes cannot harm the run.
-The package of a tracker is imported in no other process of the run, because trackers start threads, write to the
-terminal, and wait for networks.
+`TrackerProcess` starts a process for each tracker, which calls `run_tracker`. That process only reads the run's files,
+so a tracker that hangs or crashes cannot harm the run. The package of a tracker is imported in no other process of the
+run, because trackers start threads, write to the terminal, and wait for networks.
 
 Law: a step is sent once, also if a resumed run makes it again, unless the process is killed between sending the step
 and writing that down. Nothing is dropped: rows that were not sent stay in the run's own files.
@@ -40,6 +39,7 @@ import msgspec
 from flash.config.load import flat, read_toml
 from flash.config.tree import TrackConfig, TrackerName
 from flash.errors import DECODE_ERRORS, FlashError, RunDirectoryError
+from flash.foreign.forking import python_command
 from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
@@ -443,7 +443,8 @@ class TrackerProcess(Receiver):
             self._log.parent.mkdir(exist_ok=True)
             log = self._log.open("ab")
         with log:
-            command = [sys.executable, "-m", __name__, str(self._directory.path), self._tracker]
+            code = f"from {__name__} import run_tracker; run_tracker(*sys.argv[1:])"
+            command = [*python_command(code), str(self._directory.path), self._tracker]
             pipe = subprocess.PIPE
             # The process has a session of its own, so that Ctrl-C reaches only the run. The run then sends the last
             # event, and the tracker can end in order.
@@ -555,7 +556,3 @@ def _reply(answers: TextIO, error: str) -> None:
     """Answer an event of the run with an error message, or with an empty line."""
     with suppress(OSError):  # The run has died.
         answers.write(f"{error}\n")
-
-
-if __name__ == "__main__":
-    run_tracker(*sys.argv[1:])

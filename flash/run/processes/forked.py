@@ -109,8 +109,6 @@ class JobProcess(ForkedProcess):
         os.setsid()
         use_own_resource_tracker()
         set_process_title(f"flash.run.processes.worker {self._role} {self._order.local} {self._file}")
-        # The environment of a user may be in the working directory, which only `python -m` puts on the import path.
-        sys.path.insert(0, os.getcwd())
         # Each line is written at once, also to a pipe or a file. A process that is killed would lose its buffer.
         for stream in (sys.stdout, sys.stderr):
             cast("io.TextIOWrapper", stream).reconfigure(line_buffering=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +35,7 @@ from flash.config.tree import (
     TinyModelConfig,
 )
 from flash.environment.interface import SolvedExample, WarmStart
+from flash.foreign.forking import python_command
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.stats import Interval, difference
 from flash.run.checks.doctor import Finding
@@ -145,7 +145,7 @@ async def _training(file: Path, log: Path) -> AsyncGenerator[Process]:
     """
     with log.open("wb") as output:
         process = await anyio.open_process(
-            [sys.executable, "-c", COMMAND, "train", str(file)],
+            [*python_command(COMMAND), "train", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

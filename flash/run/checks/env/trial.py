@@ -8,7 +8,6 @@ in place of the model. `CutEnvironment` cancels an episode while a method of the
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -24,13 +23,13 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from flash.config.objects import IMPORT_PATH, take_import_path
 from flash.config.tree import Config
 from flash.environment.calls import shortened, typed_errors
 from flash.environment.interface import Environment, Info, SolvedExample, StepResult, WarmStart
 from flash.environment.load import LoadedEnvironment
 from flash.environment.places import lines_awaited, place_in
 from flash.errors import EnvError, FlashError
+from flash.foreign.forking import python_command
 from flash.run.play import Played, play, play_answers
 from flash.types import Failure, Observation
 from flash.waiting import unwrapped_group
@@ -47,8 +46,6 @@ HOLD_S = 0.4
 """Seconds for which `CutEnvironment` holds a method at an `await` until the cancellation arrives. The cancellation does
 not arrive if the code shields itself against it. Longer than `SPIN_S` of `flash.environment.calls`, such code would be
 abandoned."""
-ROOT = Path(__file__).parents[4]
-"""Folder that has the packages of Flash."""
 ROLE = re.compile(r"^(system|user|assistant|tool): ", re.MULTILINE)
 """Mark of a chat message's role in a shown text, which is no part of the prompt."""
 
@@ -308,17 +305,13 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
     Raises:
         FlashError: the process failed.
     """
-    # A clone in the working directory, whose folder is also called `flash`, must not hide the package: `import flash`
-    # comes before the import path of the user. `-P` leaves the working directory out.
-    bootstrap = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flash, algorithms, envs; del sys.path[0]"
-    folders = [str(Path.cwd() / folder) for folder in sys.path]
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
         file = Path(folder) / "played.json"
         ran = await anyio.run_process(
-            [sys.executable, "-P", "-c", f"{bootstrap}; from {__name__} import play_given; play_given()", str(file)],
+            [*python_command(f"from {__name__} import play_given; play_given()"), str(file)],
             input=msgspec.json.encode((config, answers)),
             # The user may have fixed the hash values.
-            env={**os.environ, IMPORT_PATH: json.dumps(folders), "PYTHONHASHSEED": "1", "TZ": _other_date()},
+            env={**os.environ, "PYTHONHASHSEED": "1", "TZ": _other_date()},
             check=False,
         )
         if ran.returncode or not file.is_file():
@@ -338,7 +331,6 @@ def _other_date() -> str:
 def play_given() -> None:
     """Play the episodes that `play_apart` gives, and write the results to the file that is named on the command line.
     The body of its process."""
-    take_import_path()
     config, answers = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Config, dict[int, list[str]]])
     played = {seed: play(config, texts, seed) for seed, texts in answers.items()}
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(played))
