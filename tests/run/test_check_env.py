@@ -785,13 +785,17 @@ def test_a_run_for_a_tiny_model_has_room_for_all_turns(tmp_path: Path) -> None:
 
 def test_a_gain_is_a_pass_and_none_is_a_warning() -> None:
     before, after = Interval(0.2, 0.15, 0.25), Interval(0.6, 0.5, 0.7)
-    assert judged([before, after], "it was ended after 9 s", "").state == "pass"
-    finding = judged([before, before], "it was ended after 9 s", "")
+    assert judged([before, after], "it was ended after 9 s", "", failed=False).state == "pass"
+    finding = judged([before, before], "it was ended after 9 s", "", failed=False)
     assert (finding.state, finding.text.startswith("no gain seen: held-out reward 0.200 (0.150 to 0.250)")) == (
         "warning",
         True,
     )
-    assert "no second evaluation" in judged([before], "it ended with exit code 1 after 9 s", "flash: error: x").text
+    short = judged([before], "it was ended after 9 s", "", failed=False)
+    assert short.advice == "allow more with --minutes"
+    broken = judged([], "it ended with exit code 2 after 9 s", "flash: error: x", failed=True)
+    assert broken.text == "no second evaluation: it ended with exit code 2 after 9 s; last line: flash: error: x"
+    assert not broken.advice, "more time would not help"
     assert found(checks.training, Good).state == "skipped"
 
 

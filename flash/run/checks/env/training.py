@@ -74,7 +74,7 @@ async def train_tiny(trial: Trial) -> Finding:
         config = config_of(trial.config, examples, Path(folder))
         file, log = Path(folder) / "run.toml", Path(folder) / "output.txt"
         file.write_text(dump(config), encoding="utf-8")
-        ended = "it was ended"
+        ended, failed = "it was ended", False
         evaluations: list[Interval] = []
         start, trained_at = perf_counter(), None
         async with _training(file, log) as process:
@@ -83,22 +83,24 @@ async def train_tiny(trial: Trial) -> Finding:
                 evaluations = _evaluations(config.run_dir)
                 trained_at = trained_at or (perf_counter() if evaluations else None)
                 if process.returncode is not None:
-                    ended = f"it ended with exit code {process.returncode}"
+                    ended, failed = f"it ended with exit code {process.returncode}", process.returncode != 0
                     break
         evaluations = _evaluations(config.run_dir)
-        return judged(evaluations, f"{ended} after {perf_counter() - start:.0f} s", _last_line(log))
+        return judged(evaluations, f"{ended} after {perf_counter() - start:.0f} s", _last_line(log), failed=failed)
 
 
-def judged(evaluations: Sequence[Interval], end: str, last_line: str) -> Finding:
+def judged(evaluations: Sequence[Interval], end: str, last_line: str, *, failed: bool) -> Finding:
     """Return the finding about the evaluations of a training.
 
     Args:
         evaluations: mean rewards of held-out problems with their intervals, the first before training.
         end: phrase for the end of the run.
         last_line: last line of the output of the run, which says why it has no evaluations.
+        failed: True if the run ended with an error, so that more time would not help.
     """
     if len(evaluations) < 2:
-        return Finding("warning", f"no second evaluation: {end}; last line: {last_line}", "allow more with --minutes")
+        advice = "" if failed else "allow more with --minutes"
+        return Finding("warning", f"no second evaluation: {end}; last line: {last_line}", advice)
     first, last = evaluations[0], evaluations[-1]
     gain = difference(first, last)
     text = f"held-out reward {_interval(first)} before training, and {_interval(last)} after it; {end}"
