@@ -176,12 +176,11 @@ def python_command(code: str) -> list[str]:
     Arguments for `code` may be appended.
     """
     # Without `-P`, Python would search the working directory first. A user's file there may have the name of a module
-    # that torch imports, such as `statistics`. PYTHONPATH would put the user's folders before the standard library, too.
+    # that torch imports, such as `statistics`. PYTHONPATH would put the user's folders before the standard library.
     # The packages of Flash come before the folders of the user: an editable installation is found after them all, so
     # that a clone in the working directory, whose folder is also called `flash`, would hide the package.
-    folders = [os.path.abspath(folder) for folder in sys.path]
-    first = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flash, algorithms, envs; sys.path[:] = {folders}"
-    return [sys.executable, "-P", "-c", f"{first}; {code}"]
+    first = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import flash, algorithms, envs"
+    return [sys.executable, "-P", "-c", f"{first}; sys.path[:] = {[*map(str, sys.path)]}; {code}"]
 
 
 def use_own_resource_tracker() -> None:

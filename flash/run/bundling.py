@@ -252,7 +252,7 @@ def _check_code(bundle: Path, model: Path | None, scratch: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", IMPORT_PATH)}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "flash", "replay", str(bundle), "--trust", "--json", str(result)),
+            *(sys.executable, "-P", "-m", "flash", "replay", str(bundle), "--trust", "--json", str(result)),
             *(() if model is None else ("--model", str(model))),
         ],
         cwd=empty,

@@ -129,7 +129,7 @@ def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tupl
         signal.signal(number, pass_on)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flash", *words],
+            [sys.executable, "-P", "-m", "flash", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,
             stderr=subprocess.STDOUT if piped else None,

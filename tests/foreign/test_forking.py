@@ -141,6 +141,51 @@ def test_a_server_and_other_processes_import_nothing_from_the_working_directory_
     assert subprocess.check_output(command, text=True) == f"{installed.origin} argument\n"
 
 
+FINDER = """
+import importlib.util, pathlib, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        file = pathlib.Path(ROOT, name, "__init__.py")
+        if path is None and file.exists():
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+
+sys.meta_path = [*(finder for finder in sys.meta_path if "editable" not in repr(finder)), Finder]
+"""
+"""Finds Flash as an editable installation does: after the folders of the import path."""
+ASKS = """
+import os, pathlib
+from flash.foreign.forking import ForkedProcess, ForkServer
+
+class Asks(ForkedProcess):
+    server = ForkServer()
+
+    def run(self):
+        self.enter()
+        import flash
+        pathlib.Path(os.environ["TMPDIR"], "found").write_text(flash.Environment.__module__)
+
+def ask():
+    process = Asks()
+    process.start()
+    process.join()
+"""
+
+
+def test_a_folder_of_the_name_of_the_package_in_the_working_directory_does_not_hide_it(tmp_path: Path) -> None:
+    code, work = tmp_path / "code", tmp_path / "work"
+    code.mkdir()
+    (work / "flash").mkdir(parents=True)
+    (code / "sitecustomize.py").write_text(FINDER.replace("ROOT", repr(str(ROOT))))
+    (code / "asks.py").write_text(ASKS)
+    own = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(code)}
+    command = [sys.executable, "-P", "-c", "from asks import ask; ask()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=work)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "found").read_text() == "flash.environment.interface"
+
+
 class Folder(Told):
     """Reports the folder for its temporary files."""
 

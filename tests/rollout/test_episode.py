@@ -583,7 +583,7 @@ class Deaf(Env):
     def inform(self, episode: EpisodeView) -> None:
         episode.listen(self.hear)
 
-    def hear(self, piece: Piece) -> None:
+    def hear(self, piece: Piece, prompt_tokens: int) -> None:
         raise KeyError(piece.content)
 
 
@@ -657,7 +657,7 @@ class Impatient(Branching):
     async def step(self, action: str) -> Any:
         result = await super().step(action)
         if not self._places:
-            self.episode.listen(lambda piece: self.episode.go_on(0, 2))
+            self.episode.listen(lambda *_: self.episode.go_on(0, 2))
         return result
 
 

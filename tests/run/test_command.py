@@ -1,4 +1,4 @@
-"""Commands that a Python program starts, with a stand-in for `flash` in the working directory."""
+"""Commands that a Python program starts, with a stand-in for `flash` on the import path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flash").mkdir()
     (tmp_path / "flash" / "__init__.py").touch()
     (tmp_path / "flash" / "__main__.py").write_text(STAND_IN)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 class Block:
