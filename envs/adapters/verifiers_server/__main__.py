@@ -1,6 +1,6 @@
 """Serve a task set of `verifiers` (0.4) to `envs.adapters.verifiers`. Run it with the Python that has that package:
 
-    python envs/adapters/verifiers_server NAME [--env '{"agent": …}'] [--port 8400] [--tasks 10000]
+    python envs/adapters/verifiers_server NAME [--env '{"taskset": …}'] [--port 8400] [--tasks 10000]
 
 The program imports only `verifiers` and its requirements, and nothing of Flash. `verifiers` itself runs each episode
 with a harness, a program that sends requests to the policy. A lane is a path of this server that passes the harness's
@@ -14,14 +14,19 @@ import argparse
 import hashlib
 import importlib
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, web
 
-CHAT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-"""Default of `--env`: a conversation, with the tools of the task set, in a process on this machine."""
+HARNESS = {"id": "null"}
+"""Default harness of an agent: a conversation, with the tools of the task set."""
+RUNTIME = {"type": "subprocess"}
+"""Default runtime of an agent: a process on this machine. The default of `verifiers` is a hosted service."""
 
 OF_THE_HOP = frozenset({"authorization", "connection", "content-length", "host", "transfer-encoding"})
 """Request headers that are not passed on: they belong to one connection, or hold the key of the episode."""
@@ -37,6 +42,11 @@ class Server:
         self._verifiers: Any = importlib.import_module("verifiers.v1")
         """Module `verifiers.v1`."""
         table = {**env, "taskset": {**env.get("taskset", {}), "id": name}}
+        # Each task set names its agents as it likes, and `verifiers` refuses a table of an agent that it does not have.
+        for agent, declared in self._verifiers.resolve_env_config(table):
+            if isinstance(declared, self._verifiers.AgentConfig):
+                default = {"runtime": RUNTIME} if declared.harness else {"runtime": RUNTIME, "harness": HARNESS}
+                table[agent] = {**default, **env.get(agent, {})}
         self._env = self._verifiers.load_environment(self._verifiers.resolve_env_config(table))
         """Environment of `verifiers`, which runs episodes."""
         self._tasks = list(islice(self._env.taskset, most))
@@ -60,8 +70,13 @@ class Server:
             yield
 
     async def tasks(self, request: web.Request) -> web.Response:
-        """Return a digest of each task's prompt, in the tasks' order. Tasks with equal prompts have equal digests."""
-        shown = (repr((task.data.system_prompt, task.data.prompt or task.key)) for task in self._tasks)
+        """Return a digest of each task's prompt, in the tasks' order. Tasks with equal prompts have equal digests.
+
+        If all prompts are equal, as in a game with a secret word, the complete contents of the tasks are used instead.
+        """
+        shown = [repr((task.data.system_prompt, task.data.prompt or task.key)) for task in self._tasks]
+        if len(set(shown)) == 1:
+            shown = [task.key for task in self._tasks]
         return web.json_response([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in shown])
 
     async def play(self, request: web.Request) -> web.Response:
@@ -115,10 +130,12 @@ def main() -> None:
     """Serve until the process is ended. An episode is cancelled as soon as its client disconnects."""
     parser = argparse.ArgumentParser(description="Serves a task set of verifiers to envs.adapters.verifiers.")
     parser.add_argument("name", help="the task set, as `verifiers` knows it")
-    parser.add_argument("--env", type=json.loads, default=CHAT, help="a table [env] of verifiers, as JSON")
+    parser.add_argument("--env", type=json.loads, default={}, help="a table [env] of verifiers, as JSON")
     parser.add_argument("--port", type=int, default=8400, help="of the loopback (8400)")
     parser.add_argument("--tasks", type=int, default=10_000, help="tasks that are read at most (10000)")
     given = parser.parse_args()
+    # Harnesses need `uv`. It is found beside this Python, also if its virtual environment is not activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     server = Server(given.name, given.env, given.tasks)
     web.run_app(server.app(), host="127.0.0.1", port=given.port, handler_cancellation=True)
 

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from envs.adapters.verifiers import Verifiers, VerifiersOptions
-from envs.adapters.verifiers_server.__main__ import CHAT, Server
+from envs.adapters.verifiers_server.__main__ import Server
 from envs.agent import Agent, AgentOptions
 from flash.environment import HELD_OUT, sharing
 from flash.errors import EnvError, RewardError
@@ -35,8 +35,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[VerifiersOptions]:
-    runner = web.AppRunner(Server("sums", CHAT, 5).app(), handler_cancellation=True, shutdown_timeout=1.0)
+async def served(taskset: str = "sums") -> AsyncIterator[VerifiersOptions]:
+    runner = web.AppRunner(Server(taskset, {}, 5).app(), handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -128,6 +128,33 @@ async def test_training_and_held_out_tasks_are_apart() -> None:
         held_out = {(await env.reset(HELD_OUT + seed))[0] for seed in range(20)}
     assert (len(train), len(held_out)) == (4, 1)
     assert not train & held_out
+
+
+async def test_tasks_that_show_the_same_prompt_are_told_apart_by_their_other_data() -> None:
+    async with served("secrets") as options, sharing("test"):
+        await Verifiers.prepare(options)
+        env = Verifiers(options)
+        train = {(await env.reset(seed))[0] for seed in range(20)}
+        held_out = {(await env.reset(HELD_OUT + seed))[0] for seed in range(20)}
+    assert (len(train), len(held_out)) == (4, 1)
+    assert not train & held_out
+
+
+def test_every_agent_of_a_task_set_runs_here_unless_its_table_says_otherwise(package: Any) -> None:
+    here, null, bash = {"type": "subprocess"}, {"id": "null"}, {"id": "bash"}
+    made: list[dict[str, Any]] = []
+    package.load_environment = lambda config: made.append(config.agents) or package.Env(config)
+    Server("sums", {}, 5)
+    Server("sums", {"agent": {"harness": bash}}, 5)
+    Server("sums", {"agent": {"runtime": {"type": "docker"}}}, 5)
+    Server("secrets", {}, 5)
+    agent = package.AgentConfig
+    assert made == [
+        {"agent": agent(null, here)},
+        {"agent": agent(bash, here)},
+        {"agent": agent(null, {"type": "docker"})},
+        {"player": agent(null, here), "user": agent(bash, here)},
+    ]
 
 
 async def test_a_server_that_is_not_there_is_said_to_be_missing() -> None:

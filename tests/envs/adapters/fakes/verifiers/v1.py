@@ -5,6 +5,7 @@ One who says `fail` makes it fail, one who says `wait` makes it ask no more, and
 
 import asyncio
 import json
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,17 +31,43 @@ class ModelContext:
     client: EvalClientConfig
 
 
-def resolve_env_config(table: dict[str, Any]) -> dict[str, Any]:
-    assert table["taskset"]["id"] == "sums"
-    assert table["agent"]["runtime"] == {"type": "subprocess"}
-    return table
+@dataclass
+class AgentConfig:
+    harness: dict[str, Any] | None = None
+    runtime: dict[str, Any] | None = None
+
+
+class EnvConfig:
+    """A table `[env]`, which has an entry for each agent that the task set declares, and refuses others."""
+
+    def __init__(self, taskset: dict[str, Any], **agents: dict[str, Any]) -> None:
+        declared = {"sums": {"agent": None}, "secrets": {"player": None, "user": {"id": "bash"}}}[taskset["id"]]
+        if unknown := agents.keys() - declared.keys():
+            raise ValueError(f"{unknown} are not permitted")
+        self.taskset = taskset
+        self.agents = {
+            name: AgentConfig(**{"harness": harness, **agents.get(name, {})}) for name, harness in declared.items()
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield "taskset", self.taskset
+        yield from self.agents.items()
+
+
+def resolve_env_config(table: dict[str, Any]) -> EnvConfig:
+    return EnvConfig(**table)
 
 
 class Env:
-    def __init__(self, config: dict[str, Any]) -> None:
-        prompts = [f"{number}+{number}=" for number in range(6)]
+    def __init__(self, config: EnvConfig) -> None:
+        assert all(agent.harness for agent in config.agents.values())
+        assert all(agent.runtime for agent in config.agents.values())
+        self.config = config
+        # The words of `secrets` are in other data of its tasks.
+        prompts = [f"{number}+{number}=" if "agent" in config.agents else "Guess:" for number in range(6)]
         self.taskset = [
-            SimpleNamespace(key=prompt, data=SimpleNamespace(prompt=prompt, system_prompt=None)) for prompt in prompts
+            SimpleNamespace(key=f"{number}", data=SimpleNamespace(prompt=prompt, system_prompt=None))
+            for number, prompt in enumerate(prompts)
         ]
         self._served = False
 
@@ -90,5 +117,5 @@ class Env:
         return said
 
 
-def load_environment(config: dict[str, Any]) -> Env:
+def load_environment(config: EnvConfig) -> Env:
     return Env(config)
