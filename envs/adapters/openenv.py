@@ -1,14 +1,16 @@
 """OpenEnv: environments of an OpenEnv server, through its client protocol: JSON over one WebSocket per episode.
 
 The server answers `reset` and `step` with an observation, a reward and a flag that is true when the episode is over.
-One field of the observation is shown to the policy, and the answer becomes one field of the action. The package
-`openenv` is not needed.
+One field of the observation is shown to the policy, and the answer becomes one field of the action. Environments that
+consist of tools have such fields in tables: the action is a call of a tool, and the observation is the result of that
+call. The package `openenv` is not needed.
 """
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -17,6 +19,8 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from flash.environment import Info, StepResult
 from flash.errors import DECODE_ERRORS, ConfigError, EnvError, RewardError
 
+NO_TOOL = "tool_not_found"
+"""Type of the error that the server reports if `action` names a tool that it does not have."""
 LARGEST_MESSAGE = 16 << 20
 """Largest message of the server, in bytes."""
 
@@ -31,11 +35,14 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     """Address of the server: `http://host:port` or `https://…`."""
     observation_field: str
-    """Field of the observation that the policy is shown. A value that is not text is shown as JSON."""
+    """Field of the observation that the policy is shown. A value that is not text is shown as JSON. Dots lead into
+    tables, such as `result.data`."""
     action_field: str
-    """Field of the action that receives the answer."""
+    """Field of the action that receives the answer. Dots lead into tables, such as `arguments.message`."""
     action: dict[str, Any] = msgspec.field(default_factory=dict)
     """Remaining fields of the action."""
+    instructions: str = ""
+    """Text before the first observation. If it is not empty, the first observation may lack `observation_field`."""
 
     def __post_init__(self) -> None:
         """Refuse invalid options with a ConfigError. msgspec calls this whenever the struct is made."""
@@ -69,7 +76,9 @@ class OpenEnv:
             self._connection = await connect(address, max_size=LARGEST_MESSAGE, proxy=None)
         except (OSError, InvalidHandshake) as error:
             raise EnvError(f"{address} cannot be reached: {error}") from error
-        return self._shown(await self._request("reset", {"seed": seed})), {}
+        reply = await self._request("reset", {"seed": seed})
+        instructions = self._options.instructions
+        return instructions + self._shown(reply, missing="" if instructions else None), {}
 
     async def step(self, action: str) -> StepResult:
         """Send the answer, and return the observation and reward of the server's reply.
@@ -80,7 +89,12 @@ class OpenEnv:
             RewardError: the episode is over, and none of its replies had a reward.
             EnvError: the server failed.
         """
-        reply = await self._request("step", {**self._options.action, self._options.action_field: action})
+        table = request = copy.deepcopy(self._options.action)
+        *tables, field = self._options.action_field.split(".")
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[field] = action
+        reply = await self._request("step", request)
         reward, done = reply.get("reward"), bool(reply.get("done"))
         self._rewarded = self._rewarded or reward is not None
         # A step may have no reward, but an episode without any may be one whose grader has failed.
@@ -113,12 +127,28 @@ class OpenEnv:
             raise EnvError(f"the server refused {kind}: {answer.data.get('message')} ({answer.data.get('code')})")
         return answer.data
 
-    def _shown(self, reply: dict[str, Any]) -> str:
-        """Return the text of a reply's observation. Raises EnvError if the configured field is missing."""
-        field, observation = self._options.observation_field, reply.get("observation") or {}
-        if not isinstance(observation, dict):
-            raise EnvError(f"the observation must have fields, but is {observation!r:.200}")
-        if field not in observation:
-            raise EnvError(f"the observation has no field {field!r}, only {', '.join(map(repr, observation))}")
-        shown = observation[field]
+    def _shown(self, reply: dict[str, Any], missing: str | None = None) -> str:
+        """Return the text of a reply's observation, or `missing` if the configured field is missing.
+
+        An observation that reports an error of a tool instead of its result is shown as that error.
+
+        Raises:
+            EnvError: the configured field is missing and `missing` is None, or the server has no such tool.
+        """
+        shown: Any = reply.get("observation") or {}
+        if not isinstance(shown, dict):
+            raise EnvError(f"the observation must have fields, but is {shown!r:.200}")
+        error = cast("dict[str, Any]", shown).get("error")
+        path = ""
+        for field in self._options.observation_field.split("."):
+            if isinstance(error, dict) and not isinstance(shown, dict):
+                if error.get("error_type") == NO_TOOL:
+                    raise EnvError(f"the server refused step: {error.get('message')} ({NO_TOOL})")
+                return str(error.get("message"))
+            if not isinstance(shown, dict) or field not in shown:
+                if missing is not None:
+                    return missing
+                names = ", ".join(map(repr, shown)) if isinstance(shown, dict) else f"the value {shown!r:.200}"
+                raise EnvError(f"the observation has no field {path + field!r}, only {names}")
+            shown, path = shown[field], f"{path}{field}."
         return shown if isinstance(shown, str) else msgspec.json.encode(shown).decode()

@@ -131,6 +131,69 @@ async def test_what_the_server_refuses_or_ends_is_an_environment_error() -> None
     await env.close()
 
 
+TOOL_ERRORS = {"nothing": "tool_not_found", "broken": "execution_error"}
+
+
+@asynccontextmanager
+async def tool_server(tool: str) -> AsyncIterator[str]:
+    """An environment of tools: its first observation has no fields, and later ones are results of calls."""
+
+    async def session(connection: ServerConnection) -> None:
+        async for raw in connection:
+            message = msgspec.json.decode(raw)
+            observation: dict[str, Any] = {"metadata": {}}
+            if message["type"] == "step":
+                assert message["data"] == {"type": "call_tool", "tool_name": tool, "arguments": {"word": "a", "n": 1}}
+                kind = TOOL_ERRORS.get(tool)
+                error = kind and {"error_type": kind, "message": f"{tool}!"}
+                result = None if error else {"content": [{"type": "text", "text": "right"}], "data": "right"}
+                observation |= {"tool_name": tool, "result": result, "error": error}
+            data = {"observation": observation, "reward": 1.0, "done": False}
+            await connection.send(msgspec.json.encode({"type": "observation", "data": data}).decode())
+
+    async with serve(session, "127.0.0.1", 0) as serving:
+        port = next(iter(serving.sockets)).getsockname()[1]
+        yield f"http://127.0.0.1:{port}/"
+
+
+def tool_options(url: str, tool: str) -> OpenEnvOptions:
+    action = {"type": "call_tool", "tool_name": tool, "arguments": {"n": 1}}
+    fields = {"observation_field": "result.data", "action_field": "arguments.word", "instructions": "Guess: "}
+    return options(url, action=action, **fields)
+
+
+async def test_an_environment_of_tools_is_played_by_calls() -> None:
+    async with tool_server("guess") as url:
+        for _ in range(2):  # the answer of one episode does not stay in the action of the next one
+            env = OpenEnv(tool_options(url, "guess"))
+            assert await env.reset(5) == ("Guess: ", {})
+            assert await env.step("a") == ("right", 1.0, False, False, {})
+            await env.close()
+
+
+async def test_the_error_of_a_tool_is_shown_and_a_tool_that_is_not_there_is_an_error() -> None:
+    async with tool_server("broken") as url:
+        env = OpenEnv(tool_options(url, "broken"))
+        await env.reset(5)
+        assert (await env.step("a"))[0] == "broken!"
+        await env.close()
+    async with tool_server("nothing") as url:
+        env = OpenEnv(tool_options(url, "nothing"))
+        await env.reset(5)
+        with pytest.raises(EnvError, match=r"the server refused step: nothing! \(tool_not_found\)"):
+            await env.step("a")
+        await env.close()
+
+
+async def test_a_field_in_a_table_that_is_missing_is_named_with_its_path() -> None:
+    async with tool_server("guess") as url:
+        env = OpenEnv(msgspec.structs.replace(tool_options(url, "guess"), observation_field="result.text"))
+        await env.reset(5)
+        with pytest.raises(EnvError, match=r"no field 'result\.text', only 'content', 'data'"):
+            await env.step("a")
+        await env.close()
+
+
 async def test_a_server_without_a_free_place_says_so() -> None:
     async def full(connection: ServerConnection) -> None:
         await connection.send('{"type": "error", "data": {"message": "1 of 1 sessions", "code": "CAPACITY_REACHED"}}')
