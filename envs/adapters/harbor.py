@@ -1,10 +1,16 @@
 """Harbor and Terminal-Bench 2: the policy works in a shell in a sandbox, and the task's own tests judge the result.
 
 Each answer is one or more lines of shell. They run in one shell session, which lives as long as the episode, and their
-output is the observation. `submit`, or the last allowed answer, ends the work. Then the tests are copied to /tests and
-run in the same sandbox, as the format prescribes. The reward is the number that they write to /logs/verifier. Earlier
-contents of these two folders are removed first. But the tests run beside everything else that the policy has changed,
-so they are only as hard to deceive as their author made them. If there is no reward file in time, or an empty one, the
+output is the observation. `submit`, or the last allowed answer, ends the work. Then the tests run as the task says. The
+reward is the number that they write to /logs/verifier.
+
+- `shared`: the tests are copied to /tests and run in the same sandbox. Earlier contents of these two folders are
+  removed first. But the tests run beside everything else that the policy has changed, so they are only as hard to
+  deceive as their author made them.
+- `separate`: the tests run in a second sandbox, which gets only the artifacts of the policy's sandbox. The first
+  sandbox is returned before the second one is borrowed, so that episodes never wait for each other's sandboxes.
+
+If there is no reward file in time, or an empty one, the
 reward is 0 and the note gives the reason. A reward file with something other than finite numbers, tests that cannot be
 read on this machine, or a sandbox that fails, ends the episode with an error and without a reward.
 """
@@ -17,9 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
 
+import anyio
 import anyio.to_thread
 
-from envs.adapters.harbor_tasks import HarborTask, load_tasks
+from envs.adapters.harbor_tasks import HarborSandbox, HarborTask, load_tasks
 from envs.data.split import Split
 from envs.judging.judge import shared_judge
 from envs.judging.tests import run_fairly
@@ -90,18 +97,18 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
         held_out = None if self.held_out_path is None else Path(self.held_out_path)
         return load_tasks(Path(self.path), held_out, self.held_out_fraction, self.image)
 
-    def spec_of(self, task: HarborTask) -> Spec:
+    def spec_of(self, sandbox: HarborSandbox) -> Spec:
         """Return the description of a task's sandbox, which runs as the image's user and can change every file."""
-        machine = task.machine
+        machine = sandbox.machine
         return Spec(
-            image=task.image,
+            image=sandbox.image,
             profile="compat",
             cpus=machine.cpus,
             memory_mib=machine.memory_mib,
             disk_mib=machine.storage_mib,
             network=self.network if machine.online else "none",
             env=machine.env,
-            workdir=task.workdir,
+            workdir=sandbox.workdir,
         )
 
 
@@ -125,7 +132,9 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         tasks = options.tasks()
         for task in (*tasks.train, *tasks.held_out):
             try:
-                profiles.check(options.spec_of(task))
+                profiles.check(options.spec_of(task.sandbox))
+                if task.second is not None:
+                    profiles.check(options.spec_of(task.second))
                 check_command(["bash"], task.verifier.timeout_sec, None, task.verifier.env)
             except SandboxRefusedError as error:
                 raise ConfigError(f"no sandbox can be given for {task.tests.parent}: {error}") from error
@@ -143,7 +152,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         tasks = await anyio.to_thread.run_sync(options.tasks, abandon_on_cancel=True)
         # The judge of a node holds the pool of sandboxes that all environments of the node share.
         judge = await shared_judge(options.pool, cls.opener)
-        async with judge.sandboxes.borrow(options.spec_of(tasks.train[0]), options.pool.wait):
+        async with judge.sandboxes.borrow(options.spec_of(tasks.train[0].sandbox), options.pool.wait):
             pass
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
@@ -169,23 +178,26 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
             options = self._options
             # The judge of the node holds the pool of sandboxes; it judges nothing here.
             judge = await self._judge()
-            borrowed = judge.sandboxes.borrow(options.spec_of(task), options.pool.wait)
+            borrowed = judge.sandboxes.borrow(options.spec_of(task.sandbox), options.pool.wait)
             sandbox = await self._resources.enter_async_context(borrowed)
             self._box_and_shell = sandbox, await self._resources.enter_async_context(sandbox.session())
         return self._box_and_shell
 
     async def _judged(self, task: HarborTask, *, truncated: bool) -> StepResult:
-        """Run the tests in the current state of the sandbox, and return the last step of the episode.
+        """Run the tests on the current state of the sandbox, and return the last step of the episode.
 
-        Background processes of the policy keep running. Tests that are stopped at their timeout give no reward, also if
-        they have left a number. Time in which they had no CPU does not count.
+        In a shared sandbox, background processes of the policy keep running. Tests that are stopped at their timeout
+        give no reward, also if they have left a number. Time in which they had no CPU does not count.
 
         Raises:
             RewardError: the tests left something other than finite numbers, or not the one that `reward` names.
         """
         sandbox, _ = await self._sandbox_and_shell(task)
         try:
-            ran, files = await _run_tests(sandbox, task)
+            if task.second is None:
+                ran, files = await _run_tests(sandbox, task, upload=True)
+            else:
+                ran, files = await self._run_tests_apart(sandbox, task, task.second)
         except (SandboxFileError, SandboxLimitError) as error:
             numbers, note = {}, f"the tests cannot be run: {error}"
         else:
@@ -197,6 +209,33 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         metrics = {**numbers, "no_reward": float(not numbers), **self._counts}
         info = {"task": task.name, "metrics": metrics, "note": note}
         return "", numbers.get(wanted, 0.0), not truncated, truncated, info
+
+    async def _run_tests_apart(
+        self, first: Sandbox, task: HarborTask, second: HarborSandbox
+    ) -> tuple[Result, dict[str, str]]:
+        """Return the policy's sandbox, and run the tests in a second one that has only the artifacts of the first.
+
+        Folders of the second sandbox that are artifacts have nothing but the artifact's files. Artifacts that the
+        policy has not made are left out. Returns and raises the same as `_run_tests`.
+        """
+        options = self._options
+        async with anyio.TemporaryDirectory(prefix="flash-harbor-") as place:
+            copies: dict[str, Path] = {}
+            for number, path in enumerate(task.artifacts):
+                with suppress(SandboxFileError):  # the policy has not made it, or has made it unreadable
+                    await first.download(path, Path(place) / str(number))
+                    copies[path] = Path(place) / str(number)
+            self._box_and_shell = None
+            await self._resources.aclose()
+            judge = await self._judge()
+            async with judge.sandboxes.borrow(options.spec_of(second), options.pool.wait) as sandbox:
+                for path, copy in copies.items():
+                    if copy.is_dir():
+                        with suppress(SandboxFileError):  # there is no such folder yet
+                            for entry in await sandbox.list(path):
+                                await sandbox.remove(f"{path}/{entry.name}")
+                    await sandbox.upload(copy, path)
+                return await _run_tests(sandbox, task, upload=not task.tests_in_image)
 
 
 def _numbers(files: dict[str, str], task: str, wanted: str) -> dict[str, float]:
@@ -234,6 +273,8 @@ def read_text(text: str) -> dict[str, float]:
 def read_json(text: str) -> dict[str, float]:
     """Return the numbers of a reward.json by name. A number without a name is named `reward`.
 
+    As in Harbor, the values true and false of a name are the numbers 1 and 0.
+
     Raises:
         ValueError: there is no number, or a value is not a finite number.
     """
@@ -241,7 +282,7 @@ def read_json(text: str) -> dict[str, float]:
     table = cast("dict[str, object]", found) if isinstance(found, dict) else {UNNAMED: found}
     numbers: dict[str, float] = {}
     for name, value in table.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(found, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name or UNNAMED} is {value!r:.80}, which is no number")
         numbers[name or UNNAMED] = _finite(float(value))
     if not numbers:
@@ -256,15 +297,17 @@ def _finite(number: float) -> float:
     return number
 
 
-async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[str, str]]:
+async def _run_tests(sandbox: Sandbox, task: HarborTask, *, upload: bool) -> tuple[Result, dict[str, str]]:
     """Run the tests of a task. Returns their result, and the text of each reward file that they left, by its name.
+
+    `upload` is False if the image has the tests.
 
     Raises:
         SandboxFileError: the sandbox, as the policy left it, cannot have the tests.
         SandboxLimitError: the sandbox, as the policy left it, has no room for the tests or their processes.
         SandboxError: another failure, which is no fault of the policy.
     """
-    for path in ("/tests", REWARDS):
+    for path in ("/tests", REWARDS) if upload else (REWARDS,):
         await sandbox.remove(path)
     # The format promises both folders to the tests.
     made = await run_fairly(sandbox, ["mkdir", "-p", REWARDS, "/logs/agent"], SETUP_S)
@@ -272,7 +315,8 @@ async def _run_tests(sandbox: Sandbox, task: HarborTask) -> tuple[Result, dict[s
         raise SandboxTimeoutError(f"{REWARDS} was not made within {SETUP_S:g} s: is this machine overloaded?")
     if not made.ok:
         raise SandboxFileError(f"{REWARDS} cannot be made: {how_ended(made)}")
-    await sandbox.upload(task.tests, "/tests")
+    if upload:
+        await sandbox.upload(task.tests, "/tests")
     ran = await run_fairly(sandbox, ["bash", "/tests/test.sh"], task.verifier.timeout_sec, env=task.verifier.env)
     files: dict[str, str] = {}
     for name in ("reward.txt", "reward.json"):

@@ -4,6 +4,7 @@
     NAME/instruction.md            the prompt
     NAME/environment/Dockerfile    the sandbox's image, which you build, unless task.toml names one that exists
     NAME/tests/test.sh             runs as /tests/test.sh in the sandbox and leaves a reward in /logs/verifier
+    NAME/tests/Dockerfile          the image of the tests' own sandbox, with the tests in it, if the task asks for one
     NAME/solution/solve.sh         ignored
 
 `envs.adapters.harbor` plays the tasks. Unknown keys of task.toml are ignored, because the format grows. Keys that
@@ -35,35 +36,15 @@ MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 """MiB for each unit of a size."""
 DEFAULT_WORKDIR = "/app"
 """Working directory if neither task.toml nor the Dockerfile sets one."""
+ARTIFACTS = "/logs/artifacts"
+"""Folder that a second sandbox always gets from the policy's one."""
+OF_TESTS = "-tests"
+"""End of the name of an image that tests/Dockerfile builds, after the name of the task's own image."""
 
 _Network = Literal["public", "no-network", "allowlist"]
 """Network mode: the internet, no network, or only a list of hosts, which is not supported."""
 _Positive = Annotated[float, Meta(gt=0)]
 """A positive number."""
-
-
-class HarborVerifier(msgspec.Struct, frozen=True):
-    """Table `[verifier]` of a task.toml: the tests that judge the work."""
-
-    timeout_sec: _Positive = 600.0
-    """Seconds that the tests may take."""
-    env: dict[str, str] = {}
-    """Environment variables of the tests."""
-    user: str | int | None = None
-    """User that runs the tests. Only None is supported."""
-    environment_mode: str = "shared"
-    """Place of the tests. Only `shared`, the sandbox of the policy, is supported."""
-    network_mode: _Network | None = None
-    """Network of the tests. None: the sandbox's. Only the sandbox's is supported."""
-
-
-class HarborAgent(msgspec.Struct, frozen=True):
-    """Table `[agent]` of a task.toml: the program that works on the task, here the policy."""
-
-    user: str | int | None = None
-    """User that runs the commands. Only None is supported."""
-    network_mode: _Network | None = None
-    """Network of the commands. None: the sandbox's. Only the sandbox's is supported."""
 
 
 class HarborMachine(msgspec.Struct, frozen=True):
@@ -116,6 +97,51 @@ class HarborMachine(msgspec.Struct, frozen=True):
         return self.storage_mb or _mib(self.storage or "10G")
 
 
+class HarborVerifier(msgspec.Struct, frozen=True):
+    """Table `[verifier]` of a task.toml: the tests that judge the work."""
+
+    timeout_sec: _Positive = 600.0
+    """Seconds that the tests may take."""
+    env: dict[str, str] = {}
+    """Environment variables of the tests."""
+    user: str | int | None = None
+    """User that runs the tests. Only None is supported."""
+    environment_mode: Literal["shared", "separate"] | None = None
+    """Place of the tests: `shared` is the sandbox of the policy, and `separate` a second one. None: `separate` if
+    `environment` is given, and otherwise `shared`."""
+    environment: HarborMachine | None = None
+    """Description of the second sandbox. None: that of the policy's sandbox."""
+    collect: list[Any] = []
+    """Commands after the work and before the tests. Only an empty list is supported."""
+    network_mode: _Network | None = None
+    """Network of the tests. None: the sandbox's. Only the sandbox's is supported."""
+
+    @property
+    def separate(self) -> bool:
+        """True if the tests run in a second sandbox."""
+        return (self.environment_mode or ("shared" if self.environment is None else "separate")) == "separate"
+
+
+class HarborAgent(msgspec.Struct, frozen=True):
+    """Table `[agent]` of a task.toml: the program that works on the task, here the policy."""
+
+    user: str | int | None = None
+    """User that runs the commands. Only None is supported."""
+    network_mode: _Network | None = None
+    """Network of the commands. None: the sandbox's. Only the sandbox's is supported."""
+
+
+class HarborArtifact(msgspec.Struct, frozen=True):
+    """Entry of `artifacts` in a task.toml: a file or folder that a second sandbox gets from the policy's one."""
+
+    source: str
+    """Path in both sandboxes."""
+    exclude: list[str] = []
+    """Patterns of files that are left out. Only an empty list is supported."""
+    service: str | None = None
+    """Container that has the file or folder. Only the main one is supported."""
+
+
 class _File(msgspec.Struct, frozen=True):
     """Contents of a task.toml."""
 
@@ -127,6 +153,19 @@ class _File(msgspec.Struct, frozen=True):
     """Description of the sandbox."""
     steps: list[Any] = []
     """Steps of a task of several parts. Only an empty list is supported."""
+    artifacts: list[str | HarborArtifact] = []
+    """Files and folders that a second sandbox gets from the policy's one; a text is the path of one."""
+
+
+class HarborSandbox(msgspec.Struct, frozen=True):
+    """Sandbox of the policy, or second sandbox for the tests."""
+
+    image: str
+    """Image of the sandbox."""
+    workdir: str
+    """Working directory of commands in the sandbox."""
+    machine: HarborMachine
+    """Resources of the sandbox."""
 
 
 class HarborTask(msgspec.Struct, frozen=True):
@@ -136,16 +175,18 @@ class HarborTask(msgspec.Struct, frozen=True):
     """Name of the task's folder."""
     prompt: str
     """Text of instruction.md."""
-    image: str
-    """Image of the sandbox."""
-    workdir: str
-    """Working directory of commands in the sandbox."""
+    sandbox: HarborSandbox
+    """Sandbox of the policy."""
     tests: Path
     """Folder of the tests on this machine."""
     verifier: HarborVerifier
     """Options of the tests."""
-    machine: HarborMachine
-    """Resources of the sandbox."""
+    second: HarborSandbox | None
+    """Sandbox of the tests; None: the policy's sandbox."""
+    tests_in_image: bool
+    """True if the image of the second sandbox contains the tests."""
+    artifacts: tuple[str, ...]
+    """Paths of the files and folders that the second sandbox gets from the policy's one."""
 
 
 def read_task(folder: Path, image: str) -> HarborTask:
@@ -160,7 +201,10 @@ def read_task(folder: Path, image: str) -> HarborTask:
         file = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, strict=False)
         machine = file.environment
         _ = machine.memory_mib, machine.storage_mib  # Parsed now, so that a wrong size is found here.
-        workdir = machine.workdir or _workdir(folder)
+        built = image.replace("{name}", folder.name.lower())
+        workdir = machine.workdir or _workdir(folder / "environment")
+        sandbox = HarborSandbox(machine.docker_image or built, workdir, machine)
+        second, in_image = _second(folder, file, sandbox, built) if file.verifier.separate else (None, False)
     except (OSError, ValueError, RecursionError) as error:  # a RecursionError: nested too deeply
         raise ConfigError(f"{folder} is no task of Harbor: {error}") from error
     if unsupported := _unsupported(folder, file):
@@ -169,46 +213,75 @@ def read_task(folder: Path, image: str) -> HarborTask:
         raise ConfigError(f"{folder}/instruction.md is empty")
     if not (folder / "tests" / "test.sh").is_file():
         raise ConfigError(f"{folder} has no tests/test.sh, which gives the reward")
-    name = folder.name
-    built = machine.docker_image or image.replace("{name}", name.lower())
-    return HarborTask(name, prompt, built, workdir, folder / "tests", file.verifier, machine)
+    artifacts = [one if isinstance(one, str) else one.source for one in file.artifacts]
+    paths = tuple(dict.fromkeys([ARTIFACTS, *(path.rstrip("/") for path in artifacts)]))
+    return HarborTask(folder.name, prompt, sandbox, folder / "tests", file.verifier, second, in_image, paths)
+
+
+def _second(folder: Path, file: _File, first: HarborSandbox, built: str) -> tuple[HarborSandbox, bool]:
+    """Return the sandbox of a task's tests, and True if its image contains the tests.
+
+    `first` is the policy's sandbox, and `built` the image that environment/Dockerfile builds. Raises ValueError if a
+    size or a working directory is not understood.
+    """
+    given = file.verifier.environment
+    machine = given or file.environment
+    _ = machine.memory_mib, machine.storage_mib
+    if given is not None and given.docker_image is not None:
+        return HarborSandbox(given.docker_image, machine.workdir or _workdir(folder / "tests"), machine), True
+    if (folder / "tests" / "Dockerfile").is_file():
+        return HarborSandbox(built + OF_TESTS, machine.workdir or _workdir(folder / "tests"), machine), True
+    return HarborSandbox(first.image, machine.workdir or first.workdir, machine), False
 
 
 def _unsupported(folder: Path, file: _File) -> list[str]:
     """Return each request of the task that a sandbox cannot fulfil, as an end of the sentence `sandboxes have no …`."""
     machine, verifier, agent = file.environment, file.verifier, file.agent
+    # Without a second sandbox, these keys have no effect on the reward.
+    tests, parts, artifacts, collect = machine, ["environment"], list[HarborArtifact](), list[Any]()
+    if verifier.separate:
+        tests, parts, collect = verifier.environment or machine, ["environment", "tests"], verifier.collect
+        artifacts = [one for one in file.artifacts if isinstance(one, HarborArtifact)]
+    machines = (machine, tests)
     asked = {
-        "GPUs (environment.gpus)": machine.gpus > 0,
-        "TPUs (environment.tpu)": machine.tpu is not None,
-        "other system than Linux (environment.os)": machine.os.lower() != "linux",
-        "list of hosts that may be reached (environment.network_mode)": machine.network_mode == "allowlist",
-        "network of their own for a part of the task (agent.network_mode, verifier.network_mode)": any(
-            one.network_mode not in (None, "public" if machine.online else "no-network") for one in (agent, verifier)
+        "GPUs (environment.gpus)": any(one.gpus > 0 for one in machines),
+        "TPUs (environment.tpu)": any(one.tpu is not None for one in machines),
+        "other system than Linux (environment.os)": any(one.os.lower() != "linux" for one in machines),
+        "list of hosts that may be reached (environment.network_mode)": any(
+            one.network_mode == "allowlist" for one in machines
         ),
-        "check before they are used (environment.healthcheck)": machine.healthcheck is not None,
-        "servers beside them (environment.mcp_servers)": bool(machine.mcp_servers),
-        "containers beside them (docker-compose.yaml)": (folder / "environment" / "docker-compose.yaml").exists(),
-        "second container for tests (verifier.environment_mode)": verifier.environment_mode != "shared",
+        "network of their own for a part of the task (agent.network_mode, verifier.network_mode)": any(
+            part.network_mode not in (None, "public" if one.online else "no-network")
+            for part, one in ((agent, machine), (verifier, tests))
+        ),
+        "check before they are used (environment.healthcheck)": any(one.healthcheck is not None for one in machines),
+        "servers beside them (environment.mcp_servers)": any(one.mcp_servers for one in machines),
+        "containers beside them (docker-compose.yaml, artifacts.service)": any(
+            (folder / part / "docker-compose.yaml").exists() for part in parts
+        )
+        or any(one.service not in (None, "main") for one in artifacts),
         "other user than their image's (agent.user, verifier.user)": any(
             one.user is not None for one in (agent, verifier)
         ),
         "variables of the host (${…} in an env)": any(
-            "${" in value for one in (machine, verifier) for value in one.env.values()
+            "${" in value for one in (*machines, verifier) for value in one.env.values()
         ),
         "steps ([[steps]])": bool(file.steps),
+        "commands before the tests (verifier.collect)": bool(collect),
+        "artifacts without some of their files (artifacts.exclude)": any(one.exclude for one in artifacts),
     }
     return [what for what, wanted in asked.items() if wanted]
 
 
 def _workdir(folder: Path) -> str:
-    """Return the working directory of the Dockerfile's last stage.
+    """Return the working directory of the last stage of the folder's Dockerfile.
 
     The WORKDIRs of a stage are resolved one against another. A stage that begins with an earlier stage inherits its
     directory. Raises ValueError if the directory depends on a variable.
     """
     root, stage = PurePosixPath("/"), ""
     path, path_of = root, dict[str, PurePosixPath]()
-    dockerfile = folder / "environment" / "Dockerfile"
+    dockerfile = folder / "Dockerfile"
     text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
     for instruction, word, name in STAGE_OR_WORKDIR.findall(text):
         if instruction.upper() == "FROM":

@@ -18,6 +18,7 @@ def write_task(
     folder: Path,
     instruction: str,
     *,
+    top: str = "",
     environment: str = 'cpus = 1\nmemory = "2G"\nstorage = "10G"',
     verifier: str = 'timeout_sec = 120.0\nenv = { LEVEL = "3" }',
     dockerfile: str = "FROM debian:bookworm\nWORKDIR /app\nRUN true\nworkdir src\n",
@@ -26,7 +27,7 @@ def write_task(
     (folder / "environment").mkdir(parents=True, exist_ok=True)
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "task.toml").write_text(
-        f'version = "1.0"\n[metadata]\nauthor_name = "N. N."\ntags = ["small"]\n[verifier]\n{verifier}\n'
+        f'version = "1.0"\n{top}\n[metadata]\nauthor_name = "N. N."\ntags = ["small"]\n[verifier]\n{verifier}\n'
         f"[agent]\ntimeout_sec = 120.0\n[environment]\nbuild_timeout_sec = 600.0\n{environment}\n"
     )
     (folder / "instruction.md").write_text(f"{instruction}\n")

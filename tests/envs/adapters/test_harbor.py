@@ -18,7 +18,7 @@ import pytest
 from envs.adapters.harbor import Harbor, HarborOptions, read_json, read_text
 from envs.adapters.harbor_tasks import HarborTask, read_task
 from envs.data.split import Split
-from envs.sandbox.api import Result, Spec
+from envs.sandbox.api import FileInfo, Result, Spec
 from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Environment, Informed, Prepared, StepResult, sharing
 from flash.environment.results import check_step_result, metrics_of, note_of
@@ -35,6 +35,8 @@ from flash.types import Message
 from tests.envs.adapters.harbor_folder import write_task
 from tests.envs.sandboxes import ScriptedProvider, ScriptedSandbox, result
 
+APART = 'environment_mode = "separate"'
+"""The line of a task.toml that asks for a second sandbox for the tests."""
 SUBMIT = "```bash\nsubmit\n```"
 
 
@@ -67,8 +69,30 @@ class Shelled(ScriptedSandbox):
     async def upload(self, source: Path, path: str) -> None:
         if self.full:
             raise SandboxFileError("no space left")
+        if await anyio.Path(source).is_file():
+            self.files[path] = await anyio.Path(source).read_bytes()
+            return
         names = [file async for file in anyio.Path(source).iterdir()]
         self.files |= {f"{path}/{file.name}": await file.read_bytes() for file in names}
+
+    async def download(self, path: str, target: Path) -> None:
+        inside = {
+            name.removeprefix(f"{path}/"): data for name, data in self.files.items() if name.startswith(f"{path}/")
+        }
+        if path in self.files:
+            await anyio.Path(target).write_bytes(self.files[path])
+        elif inside:
+            await anyio.Path(target).mkdir()
+            for name, data in inside.items():
+                await (anyio.Path(target) / name).write_bytes(data)
+        else:
+            raise SandboxFileError(path)
+
+    async def list(self, path: str = ".") -> Sequence[FileInfo]:
+        names = [name.removeprefix(f"{path}/") for name in self.files if name.startswith(f"{path}/")]
+        if not names:
+            raise SandboxFileError(path)
+        return [FileInfo(name, "file", 0, 0o644, 0.0) for name in names]
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         if path not in self.files:
@@ -83,8 +107,9 @@ class Shelled(ScriptedSandbox):
 class Provider(ScriptedProvider):
     """Gives such sandboxes."""
 
-    def __init__(self, **of_sandboxes: Any) -> None:
+    def __init__(self, of_images: Mapping[str, dict[str, bytes]] = MappingProxyType({}), **of_sandboxes: Any) -> None:
         super().__init__()
+        self.of_images = of_images
         self.of_sandboxes = of_sandboxes
 
     @asynccontextmanager
@@ -92,8 +117,10 @@ class Provider(ScriptedProvider):
         sandbox = Shelled(spec)
         for name, value in self.of_sandboxes.items():
             setattr(sandbox, name, value)
+        sandbox.files |= self.of_images.get(spec.image, {})
         self.sandboxes.append(sandbox)
         self.out += 1
+        self.most = max(self.most, self.out)
         try:
             yield sandbox
         finally:
@@ -154,6 +181,88 @@ async def test_a_task_is_worked_on_in_a_shell_and_its_own_tests_judge(folder: Pa
     assert b"'timeout': 120.0" in sandbox.seen[-1]
     assert b"'env': {'LEVEL': '3'}" in sandbox.seen[-1]
     assert provider.out == 0
+
+
+def write_apart(folder: Path, *, dockerfile: str | None, artifacts: str = "", verifier: str = APART) -> None:
+    """Two tasks, of which one is held out, whose tests run in a second sandbox."""
+    for name in ("greet", "count"):
+        write_task(folder / name, f"Do {name}.", top=artifacts, verifier=verifier)
+        if dockerfile is not None:
+            (folder / name / "tests" / "Dockerfile").write_text(dockerfile)
+
+
+@pytest.mark.anyio
+async def test_separate_tests_see_the_artifacts_alone_and_wait_for_no_second_place(tmp_path: Path) -> None:
+    write_apart(tmp_path, dockerfile="FROM a\nWORKDIR /check\n", artifacts='artifacts = ["/out/", "/x.txt", "/none"]')
+    made = {
+        "/out/a": b"new",
+        "/x.txt": b"x",
+        "/logs/artifacts/log": b"l",
+        "/tests/test.sh": b"planted",
+        "/secret": b"s",
+    }
+    image = {"/tests/test.sh": b"own", "/out/a": b"old", "/out/b": b"old"}
+    provider = Provider({"work": made, "work-tests": image}, reward={"reward.txt": "1"})
+    _, (_, reward, terminated, _, _) = await played(tmp_path, provider, SUBMIT, image="work")
+    assert (reward, terminated, provider.out, provider.most) == (1.0, True, 0, 1)
+    first, second = provider.sandboxes
+    assert (first.spec.image, first.spec.workdir) == ("work", "/app/src")
+    assert (second.spec.image, second.spec.workdir) == ("work-tests", "/check")
+    assert second.files == {
+        "/tests/test.sh": b"own",
+        "/out/a": b"new",
+        "/x.txt": b"x",
+        "/logs/artifacts/log": b"l",
+        "/logs/verifier/reward.txt": b"1",
+    }
+
+
+@pytest.mark.anyio
+async def test_separate_tests_without_an_image_of_their_own_use_the_image_of_the_task(
+    tmp_path: Path,
+) -> None:
+    write_apart(tmp_path, dockerfile=None)
+    provider = Provider({"work": {"/tests/test.sh": b"planted"}}, reward={"reward.txt": "1"})
+    _, (_, reward, *_) = await played(tmp_path, provider, SUBMIT, image="work")
+    _, second = provider.sandboxes
+    assert (reward, second.spec.image, second.spec.workdir) == (1.0, "work", "/app/src")
+    assert second.files["/tests/test.sh"].startswith(b"#!/bin/bash")
+
+
+@pytest.mark.anyio
+async def test_a_description_of_a_second_sandbox_asks_for_one(tmp_path: Path) -> None:
+    machine = 'environment = { docker_image = "judge", memory_mb = 64, network_mode = "no-network" }'
+    write_apart(tmp_path, dockerfile="FROM a\n", verifier=machine)
+    provider = Provider({"judge": {"/tests/test.sh": b"own"}}, reward={"reward.txt": "1"})
+    _, (_, reward, *_) = await played(tmp_path, provider, SUBMIT, network="bridge")
+    first, second = provider.sandboxes
+    assert (reward, second.spec.image, second.spec.memory_mib, second.spec.network) == (1.0, "judge", 64, "none")
+    assert first.spec.network == "bridge"
+
+
+@pytest.mark.parametrize(
+    ("artifact", "message"),
+    [
+        ('{ source = "/app", exclude = ["*.o"] }', "no artifacts without some of their files"),
+        ('{ source = "/app", service = "db" }', "no containers beside them"),
+    ],
+)
+def test_artifacts_that_cannot_be_copied_are_refused(tmp_path: Path, artifact: str, message: str) -> None:
+    write_apart(tmp_path, dockerfile=None, artifacts=f"artifacts = [{artifact}]")
+    with pytest.raises(ConfigError, match=message):
+        read_task(tmp_path / "greet", "work")
+    write_apart(tmp_path, dockerfile=None, artifacts='artifacts = [{ source = "/app", service = "main" }]')
+    assert read_task(tmp_path / "greet", "work").artifacts == ("/logs/artifacts", "/app")
+
+
+def test_keys_of_a_second_sandbox_have_no_effect_without_one(tmp_path: Path) -> None:
+    write_apart(
+        tmp_path,
+        dockerfile="FROM a\nWORKDIR $X\n",
+        artifacts='artifacts = [{ source = "/app", exclude = ["*.o"] }]',
+        verifier='environment_mode = "shared"\ncollect = [{ command = "true" }]',
+    )
+    assert read_task(tmp_path / "greet", "work").second is None
 
 
 @pytest.mark.anyio
@@ -268,7 +377,7 @@ async def test_a_node_reads_the_tasks_beside_its_event_loop(folder: Path) -> Non
 
 def test_a_task_says_what_its_sandbox_may_use(folder: Path) -> None:
     options = HarborOptions(path=str(folder), network="bridge")
-    spec = options.spec_of(read_task(folder / "Greet", options.image))
+    spec = options.spec_of(read_task(folder / "Greet", options.image).sandbox)
     assert (spec.image, spec.profile, spec.workdir, spec.network) == ("harbor-greet", "compat", "/app/src", "bridge")
     assert (spec.cpus, spec.memory_mib, spec.disk_mib) == (1, 2048, 10240)
     write_task(
@@ -277,7 +386,7 @@ def test_a_task_says_what_its_sandbox_may_use(folder: Path) -> None:
         environment='docker_image = "some/one:1"\nmemory_mb = 512\nstorage_mb = 64\nallow_internet = false\ncpus = 2',
         dockerfile="FROM scratch\n",
     )
-    spec = options.spec_of(read_task(folder / "made", options.image))
+    spec = options.spec_of(read_task(folder / "made", options.image).sandbox)
     assert (spec.image, spec.workdir, spec.network) == ("some/one:1", "/app", "none")
     assert (spec.cpus, spec.memory_mib, spec.disk_mib) == (2, 512, 64)
 
@@ -296,7 +405,7 @@ def test_commands_begin_where_the_last_stage_of_the_dockerfile_ends(
     folder: Path, dockerfile: str, workdir: str
 ) -> None:
     write_task(folder / "staged", "Do.", dockerfile=dockerfile)
-    assert read_task(folder / "staged", "any").workdir == workdir
+    assert read_task(folder / "staged", "any").sandbox.workdir == workdir
 
 
 def test_some_tasks_are_kept_aside_unless_others_are_given(
@@ -341,6 +450,7 @@ def test_a_reward_file_of_text_without_a_finite_number_is_an_error(text: str) ->
         ('{"accuracy": 0.75}', {"accuracy": 0.75}),
         ('{"": 0.75}', {"reward": 0.75}),
         ('{"reward": 1, "x": 2}', {"reward": 1, "x": 2}),
+        ('{"reward": true, "x": false}', {"reward": 1, "x": 0}),
     ],
 )
 def test_a_reward_file_of_json_has_numbers_by_name(text: str, numbers: dict[str, float]) -> None:
@@ -349,7 +459,7 @@ def test_a_reward_file_of_json_has_numbers_by_name(text: str, numbers: dict[str,
 
 @pytest.mark.parametrize(
     "text",
-    [".50", "true", "[1]", "null", "{}", '{"a": "1"}', '{"a": true}', '{"a": NaN}', "1e999", "1" * 400, "[" * 60_000],
+    [".50", "true", "[1]", "null", "{}", '{"a": "1"}', '{"a": NaN}', "1e999", "1" * 400, "[" * 60_000],
 )
 def test_a_reward_file_of_json_with_anything_but_finite_numbers_is_an_error(text: str) -> None:
     with pytest.raises((ValueError, OverflowError, RecursionError)):
@@ -381,29 +491,11 @@ async def test_a_reward_file_of_json_counts_before_one_of_text(folder: Path) -> 
         ("environment", 'network_mode = "allowlist"', "no list of hosts"),
         ("environment", 'healthcheck = { command = "true" }', "no check before"),
         ("environment", 'mcp_servers = [{ name = "x" }]', r"no servers beside them \(environment\.mcp_servers"),
-        ("verifier", 'environment_mode = "separate"', "no second container for tests"),
-        ("verifier", 'user = "me"', "no other user"),
-        ("verifier", "user = 0", "no other user"),
-        ("verifier", 'user = ""', "no other user"),
-        ("verifier", 'env = { KEY = "${KEY}" }', "no variables of the host"),
-        ("verifier", 'env = { KEY = "x" }\n[environment.env]\nKEY = "${KEY}"', "no variables of the host"),
-        ("verifier", 'network_mode = "no-network"', "no network of their own for a part"),
-        ("environment", 'network_mode = "some"', "is no task of Harbor: Invalid enum value 'some'"),
-        ("environment", "gpus = -1", "is no task of Harbor"),
-        ("environment", 'gpus = 1\nos = "windows"', "no GPUs .*, no other system than Linux"),
-        ("dockerfile", "FROM a\nWORKDIR $APP\n", "WORKDIR /.APP of its Dockerfile has a variable"),
-        ("environment", 'memory = "much"', "'much' is no size such as 2G"),
-        ("environment", "cpus = 0", "is no task of Harbor"),
-        ("environment", f"tpu = {'[' * 3000}{']' * 3000}", "is no task of Harbor"),
-        ("environment", f"cpus = {'[' * 5000}", "is no task of Harbor"),
-        ("environment", f"cpus = {'1' * 5000}", "is no task of Harbor"),
-        ("environment", "cpus = 2000", r"<= 1024.0 - at `\$\.cpus`"),
-        ("environment", "memory_mb = 1", r">= 16 - at `\$\.memory_mib`"),
-        ("environment", 'workdir = "src"', r"at `\$\.workdir`"),
-        ("environment", 'docker_image = "a b"', r"at `\$\.image`"),
-        ("environment", 'env = { "A=B" = "x" }', "'A=B' cannot be the name of an environment variable"),
-        ("verifier", "timeout_sec = 1e6", "a timeout is a number of seconds, above 0 and up to 86400"),
-        ("verifier", 'env = { "A=B" = "x" }', "'A=B' cannot be the name of a variable"),
+        ("verifier", 'environment_mode = "apart"', "is no task of Harbor: Invalid enum value 'apart'"),
+        ("verifier", "environment = { gpus = 1 }", "no GPUs"),
+        ("verifier", 'environment = { memory = "much" }', "'much' is no size such as 2G"),
+        ("verifier", 'environment = { docker_image = "a b" }', r"at `\$\.image`"),
+        ("verifier", f'{APART}\ncollect = [{{ command = "true" }}]', "no commands before the tests"),
     ],
 )
 def test_a_task_that_no_sandbox_can_be_given_for_is_refused(
