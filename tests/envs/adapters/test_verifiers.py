@@ -175,6 +175,18 @@ async def test_the_server_imports_nothing_of_ours() -> None:
     assert b"--env" in done.stdout
 
 
+async def test_programs_beside_the_python_of_the_server_are_found_without_activation() -> None:
+    folder = Path(importlib.import_module("envs.adapters.verifiers_server").__path__[0])
+    looks = (
+        f"import os, runpy, sys; sys.path.insert(0, {str(Path(__file__).parent / 'fakes')!r})\n"
+        "sys.argv = ['server', 'sums', '--port', '99999']\n"
+        f"try: runpy.run_path({str(folder)!r}, run_name='__main__')\n"
+        "except OverflowError: print(os.environ['PATH'])"
+    )
+    done = await anyio.run_process([sys.executable, "-c", looks], cwd="/", env={"PATH": "/nowhere"})
+    assert done.stdout.decode().strip() == f"{Path(sys.executable).parent}:/nowhere"
+
+
 @pytest.mark.parametrize("text", ["no JSON", '{"error": 1}', "[1]"])
 async def test_an_answer_that_is_no_list_of_tasks_is_reported(text: str) -> None:
     async def answer(_: web.Request) -> web.Response:

@@ -58,3 +58,30 @@ async def test_a_task_is_solved_in_a_real_container(engine_url: str, tmp_path: P
         PLANT: (0.0, "exit code 0: {'reward': 0.0}"),
     }
     assert await _containers(engine_url) == before
+
+
+@pytest.mark.integration
+@pytest.mark.anyio
+async def test_tests_of_a_second_container_see_the_artifacts_alone(engine_url: str, tmp_path: Path) -> None:
+    before = await _containers(engine_url)
+    machine = 'docker_image = "flash-sandbox-python"\nmemory_mb = 256\nstorage_mb = 64'
+    for name in ("one", "two"):
+        verifier = 'environment_mode = "separate"\nenv = { LEVEL = "3" }'
+        write_task(
+            tmp_path / name, f"Greet {name}.", top='artifacts = ["/app/src"]', environment=machine, verifier=verifier
+        )
+    # With place for one sandbox, an episode that kept its first sandbox would wait for ever.
+    options = HarborOptions(path=str(tmp_path), held_out_fraction=0.5, sandboxes={"parallel": 1})
+    rewards: list[float] = []
+    plant = "```bash\nmkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh\nsubmit\n```"
+    async with sharing("harbor"):
+        await Harbor.prepare(options)
+        for answer in ("```bash\necho hello 3 > greeting.txt\nsubmit\n```", plant):
+            env = Harbor(options)
+            await env.reset(0)
+            _, reward, over, *_ = await env.step(answer)
+            await env.close()
+            assert over
+            rewards.append(reward)
+    assert rewards == [1.0, 0.0]
+    assert await _containers(engine_url) == before
