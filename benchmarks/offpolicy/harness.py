@@ -46,9 +46,9 @@ DIGITS, OPERATORS = 2, "+"
 """Options of `envs.arithmetic`: the digits of both operands, and the operators."""
 LAYERS, WIDTH = 3, 128
 """Shape of the model."""
-MODEL_SEED, WARM_START_STEPS = 1, 800
-"""Seed of the warm-started model, and the most steps of supervised training that make it."""
-MODEL_PATH = f"outputs/models/offpolicy-{LAYERS}x{WIDTH}-{DIGITS}{OPERATORS}-{MODEL_SEED}"
+WARM_START_STEPS = 800
+"""Most steps of supervised training that make the warm-started model."""
+MODEL_PATH = f"outputs/models/offpolicy-{LAYERS}x{WIDTH}-{DIGITS}{OPERATORS}"
 """Folder of that model, which is the same for all cells."""
 MAX_NEW_TOKENS = 6
 """Most tokens of an answer."""
@@ -136,7 +136,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         tables |= {
             "run": {"name": "offpolicy", "steps": setting.steps, "seed": self.seed},
             "model": {"path": MODEL_PATH, "dtype": "float32", "max_length": 64},
-            "tiny_model": {"layers": LAYERS, "width": WIDTH, "seed": MODEL_SEED, "warm_start_steps": WARM_START_STEPS},
+            "tiny_model": {"layers": LAYERS, "width": WIDTH, "warm_start_steps": WARM_START_STEPS},
             "env": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": DIGITS, "operators": OPERATORS}},
             "rollout": {"group_size": setting.group_size, "max_new_tokens": MAX_NEW_TOKENS},
             "train": {

@@ -137,6 +137,7 @@ REMOVED: dict[str, RemovedKey] = {
     },
     "observe": RemovedKey({}, "track.to takes the import path of your own tracker, beside the names of others"),
     "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
+    "tiny_model.seed": RemovedKey(1, "The seed of a tiny model is 1; run.seed repeats a run with other random choices"),
     "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
     "weights.deltas": RemovedKey(False, 'weights.backend = "tcp_deltas" does what true did'),
     "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),

@@ -100,8 +100,6 @@ class TinyModelConfig(Section, frozen=True):
     """Number of examples per supervised step."""
     learning_rate: LearningRate = 2e-3
     """Peak learning rate of the warm start."""
-    seed: Seed = 0
-    """Seed of the initial weights and of the choice of examples."""
 
 
 class EnvConfig(Section, frozen=True):

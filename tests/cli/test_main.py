@@ -157,7 +157,7 @@ def test_an_unknown_argument_is_refused_by_name(
     [
         (["--async-ratio", "2"], "--async-ratio; a setting is given as `train.async_ratio=2`"),
         (["--train.async_ratio=2"], "a setting is given as `train.async_ratio=2`"),
-        (["--seed"], "a setting is given as `run.seed=VALUE` or `tiny_model.seed=VALUE`"),
+        (["--every"], "a setting is given as `eval.every=VALUE` or `checkpoint.every=VALUE`"),
         (["--dry-rn"], "unrecognized arguments: --dry-rn; did you mean `--dry-run`?"),
         (["--hepl"], "unrecognized arguments: --hepl; did you mean `--help`?"),
     ],

@@ -48,6 +48,10 @@ FINGERPRINT = "flash_tiny.json"
 INTERRUPTED = "interrupted_after"
 """Key in the fingerprint file: number of steps after which the warm start was interrupted."""
 
+SEED = 1
+"""Seed of the initial weights and of the choice of examples. It is not `run.seed`, because runs with other seeds
+share the folder of a model."""
+
 RECIPE = 3
 """Part of the fingerprint. Raise it if a change of this module makes another model from the same options."""
 
@@ -236,13 +240,13 @@ def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str,
     Raises:
         ConfigError: the examples or the alphabet are not usable.
     """
-    examples = env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
+    examples = env.solved_examples(FINGERPRINT_EXAMPLES, SEED)
     # An environment that ignores the seed returns other examples each time. The fingerprint then has its options.
-    repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, config.seed)
+    repeatable = examples == env.solved_examples(FINGERPRINT_EXAMPLES, SEED)
     made_from = {
         "recipe": RECIPE,
-        # Models of earlier versions, in which `tied` was an option, stay current if they were made with its default.
-        "tiny_model": {**msgspec.to_builtins(config), "tied": True},
+        # Models of earlier versions, in which `seed` and `tied` were options, stay current with these values.
+        "tiny_model": {**msgspec.to_builtins(config), "seed": SEED, "tied": True},
         "alphabet": env.alphabet(),
         "examples": examples if repeatable else env_options,
     }
@@ -341,7 +345,7 @@ def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a Qwen3 of the configured shape with random float32 weights, drawn from `config.seed`.
+    """Return a Qwen3 of the configured shape with random float32 weights, drawn from `SEED`.
 
     The random state of this process is neither used nor changed, so the same options always make the same model.
     """
@@ -350,7 +354,7 @@ def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
     shape = _shape(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(SEED)
         model = Qwen3ForCausalLM(shape).float()
     model.generation_config = GenerationConfig.from_model_config(shape)
     return model
@@ -404,8 +408,8 @@ def _warm_start(
     for step in range(config.warm_start_steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / LR_WARMUP_STEPS)
-        # Each step has its own seed, which also differs between models with different seeds.
-        examples = env.solved_examples(config.batch_size, config.seed * config.warm_start_steps + step)
+        # Each step has its own seed.
+        examples = env.solved_examples(config.batch_size, SEED * config.warm_start_steps + step)
         ids_BT, targets_BT = _encode(tokenizer, examples)
         loss, probability = _loss(model, ids_BT, targets_BT)
         optimizer.zero_grad()
