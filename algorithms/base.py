@@ -103,8 +103,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limits: ClassVar[bool] = False
     """True if the trainer must call `limit` before each update."""
     critics: ClassVar[int] = 1
-    """Number of critics if the run has critics and `critic.count` is not set. If this is more than 1, the objective
-    compares critics: the run needs at least two, and the trainer calls `bounds` for each batch."""
+    """Number of critics of a run with advantage `gae`. If this is more than 1, the objective compares critics, and the
+    trainer calls `bounds` for each batch."""
     critic_target: ClassVar[CriticTarget] = "lambda"
     """Target that the method's critics learn unless `critic.target` names another target."""
 
@@ -143,10 +143,10 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return the lower and the upper bound of a range of σ. A token outside it may lose a part of its loss. Classes
         that compare critics override this.
 
-        If `critics` is more than 1 and the run has several critics, the trainer calls this on every rank once per step:
-        after the critics have valued the tokens, and before the first update. It is not called for a batch without a
-        trained token. The trainer passes the result to `__call__` as `PackedTokens.bounds`. So a rule over the whole
-        batch does not depend on how the batch is cut into minibatches and micro-batches.
+        If the run has several critics, the trainer calls this on every rank once per step: after the critics have
+        valued the tokens, and before the first update. It is not called for a batch without a trained token. The
+        trainer passes the result to `__call__` as `PackedTokens.bounds`. So a rule over the whole batch does not depend
+        on how the batch is cut into minibatches and micro-batches.
 
         `deviation_N`: σ of each trained token of the batch (`PackedTokens.deviation_T`).
         """

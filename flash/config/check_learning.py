@@ -281,8 +281,8 @@ def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
 
 
 def _critic(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
-    """Yield the problems of the critics: a missing or unused table, too long a warm-up, or more critics than
-    samples."""
+    """Yield the problems of the critics: a missing or unused table, too long a warm-up, or fewer samples of a prompt
+    than critics."""
     critic = config.critic
     if advantage == "gae" and critic is None:
         message = "is missing: advantage 'gae' takes its values from a critic; an empty [critic] table gives one"
@@ -298,19 +298,18 @@ def _critic(config: Config, objective: Objective, advantage: Advantage) -> Itera
             f"expected fewer than run.steps = {config.run.steps}, or the policy never learns; got {critic.warmup_steps}"
         )
         yield ConfigProblem("critic.warmup_steps", message)
-    count, group_size = critic.count or objective.critics, config.rollout.group_size
-    if count > 1 and count > group_size:
+    count, group_size = objective.critics, config.rollout.group_size
+    if count > group_size:
         message = (
-            f"the responses to a prompt are split among {count} critics, and there are {group_size} of them "
-            f"(rollout.group_size): expected at most as many critics"
+            f"expected at least {count}, as responses to a prompt are split among {count} critics, got {group_size}"
         )
-        yield ConfigProblem("critic.count", message)
+        yield ConfigProblem("rollout.group_size", message)
 
 
 def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
-    """Yield the problems of an objective that compares critics: too few critics, or an option without effect.
+    """Yield the problems of an objective that compares critics: another advantage, or an option without effect.
 
-    Such an objective (AsyPPO) looks at how far the values of its critics differ for a token, so it needs two of them.
+    Such an objective (AsyPPO) looks at how far the values of its critics differ for a token.
     """
     if objective.critics < 2:
         return
@@ -318,10 +317,6 @@ def _disagreement(config: Config, objective: Objective, advantage: Advantage) ->
     if advantage != "gae":
         message = f"`{name}` compares the values of critics, and advantage {advantage!r} uses no critic: expected 'gae'"
         yield ConfigProblem("algorithm.advantage", message)
-    elif config.critic is not None and config.critic.count == 1:
-        yield ConfigProblem(
-            "critic.count", f"`{name}` compares the values of critics: expected at least 2 of them, got 1"
-        )
     if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
         message = "has no effect: algorithm.entropy_bonus is 0; expected a value above 0 with it"
         yield ConfigProblem("algorithm.options.filter_highest", message)

@@ -155,8 +155,6 @@ class CriticConfig(Section, frozen=True):
     """Folder or hub id of the critics' model, which must have the policy's tokenizer. None: model.path."""
     tiny_layers: Positive | None = None
     """Number of layers of a tiny model that is made if the folder `path` is missing. None: the folder must exist."""
-    count: Positive | None = None
-    """[Number of critics](algorithms.md#asyppo-several-small-critics). None: the objective's default."""
     target: CriticTarget | None = None
     """Target of the values. `lambda`: advantage plus value. `monte_carlo`: the discounted sum of rewards. None: the
     objective's default."""

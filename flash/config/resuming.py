@@ -63,7 +63,7 @@ such a run the weights of that model are used."""
 
 CONDITIONS: dict[str, str] = {
     "run.steps": "It must be at least the number of steps that the run has made.",
-    "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "The number of critics must stay, and "
+    "algorithm.objective, algorithm.options, algorithm.advantage": "The number of critics must stay, and "
     'so must a moving average (`proximal = "ewma"`), because the checkpoint holds them.',
 }
 """Keys that take effect when they are changed: the changes that are refused anyway, as sentences. The table is only for

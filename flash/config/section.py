@@ -142,6 +142,9 @@ REMOVED: dict[str, RemovedKey] = {
     "weights.deltas": RemovedKey(False, 'weights.backend = "tcp_deltas" does what true did'),
     "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
     "algorithm.constant_length": RemovedKey(None, "The aggregation `constant` divides by rollout.max_new_tokens"),
+    "critic.count": RemovedKey(
+        None, "The objective says how many critics it has: two for asyppo, `critics` of the class for one of your own"
+    ),
     "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
     "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),

@@ -283,7 +283,8 @@ def extras_mismatch(path: Path, held: Sequence[str], wanted: Sequence[str]) -> s
         if there and not here:
             return f"{path} holds {words}, which this run lacks: configure it, or start a new run"
         if there != here:
-            return f"{path} holds {there} {name}s, and this run has {here}: set {name}.count = {there}"
+            advice = "continue with the objective that made it, or start a new run"
+            return f"{path} holds {there} {name}s, and this run has {here}: {advice}"
     return ""
 
 

@@ -84,7 +84,7 @@ def resolve_method(config: Config, objective: Objective) -> Method:
     if estimator == "gae":
         if critic is None:
             raise ConfigError("critic: is missing: advantage 'gae' takes its values from a critic")
-        count, target = critic.count or objective.critics, critic.target or target
+        count, target = objective.critics, critic.target or target
     aggregation = algorithm.aggregation or objective.aggregation
     return Method(estimator, aggregation, objective.proximal_policy, count, target)
 

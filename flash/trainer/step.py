@@ -483,8 +483,7 @@ class Trainer:
         Raises:
             ConfigError: on every rank, if the objective raised an error.
         """
-        compares = self._objective.critics > 1 and self._method.critics > 1
-        if not compares or sum(plan.shard_tokens) == 0:
+        if self._method.critics < 2 or sum(plan.shard_tokens) == 0:
             return NO_BOUNDS
         deviations = [
             micro_inputs.deviation_T[to_device(micro.mask_T, micro_inputs.deviation_T.device)]

@@ -215,22 +215,17 @@ def resolve(*overrides: str) -> Config:
             "`critic`: is missing: advantage 'gae' takes its values from a critic",
         ),
         (
-            ["algorithm.objective=asyppo", "critic.count=1"],
-            "`critic.count` (setting): `asyppo` compares the values of critics: expected at least 2 of them, got 1",
-        ),
-        (
             ["algorithm.objective=asyppo", "algorithm.advantage=group"],
             "`algorithm.advantage` (setting): `asyppo` compares the values of critics, and advantage 'group' uses no",
         ),
         (
             ["algorithm.objective=asyppo", "critic={}", "rollout.group_size=1"],
-            "`critic.count`: the responses to a prompt are split among 2 critics, and there are 1 of them",
+            "`rollout.group_size` (setting): expected at least 2, as responses to a prompt are split among 2 critics",
         ),
         (
-            ["algorithm.objective=ppo", "critic.count=9"],
-            "`critic.count` (setting): the responses to a prompt are split among 9 critics, and there are 8 of them",
+            ["algorithm.objective=ppo", "critic.count=2"],
+            "`critic.count` (setting): this key was removed. The objective says how many critics it has: two for",
         ),
-        (["algorithm.objective=ppo", "critic.count=0"], "`critic.count` (setting): expected an integer above 0"),
         (
             ["algorithm.objective=ppo", "critic.target=mc"],
             '`critic.target` (setting): expected "lambda" or "monte_carlo", got "mc"',
@@ -309,7 +304,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
     [
         ["rollout.group_size=1", "algorithm.objective=reinforce_pp"],
         ["rollout.group_size=1", "algorithm.objective=ppo", "critic={}"],
-        ["algorithm.objective=asyppo", "critic={count=4, target='lambda'}", "train.updates_per_batch=4"],
+        ["algorithm.objective=asyppo", "critic={target='lambda'}", "train.updates_per_batch=4"],
         ["algorithm.objective=asyppo", "critic={}", "algorithm.options={decoupled=true, cap='clamp'}"],
         [
             "algorithm.objective=asyppo",

@@ -45,7 +45,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
     Plans run fewer layers than by default, which saves half of the time, where the result is the same to the byte: one
     if no layer is recomputed, and two otherwise. Weights on the host of many ranks, and experts, need the default.
     """
-    plain, critics = configured(folder), {"advantage": "gae", "kl": {"coefficient": 0.1}}
+    plain, critics = configured(folder), {"objective": "asyppo", "kl": {"coefficient": 0.1}}
     recomputed: dict[str, Any] = {"activation_checkpointing": True}
     return {
         "alone": rank_memory(plain, 1, few=1),
@@ -61,7 +61,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "weights aside": rank_memory(configured(folder, train=recomputed | {"offload": [*ALL_ASIDE]}), 1, few=2),
         "aside, of many": rank_memory(configured(folder, train=recomputed | {"offload": [*ALL_ASIDE]}), 64),
         "aside, beside others": rank_memory(
-            configured(folder, train={"offload": ["weights"]}, algorithm=critics, critic={"count": 2}), 1, few=1
+            configured(folder, train={"offload": ["weights"]}, algorithm=critics, critic={}), 1, few=1
         ),
         "kept sets": rank_memory(configured(folder, rollout={"top_k": 20}), 1, few=1),
         "adapters": rank_memory(configured(folder, lora={"rank": 4}), 1, few=1),
@@ -71,7 +71,7 @@ def planned(folder: Path) -> dict[str, RankMemory]:
         "of halves of longer rows": rank_memory(
             configured(folder, train={"max_tokens_per_microbatch": 4096}, parallel={"context": 2}), 2, few=1
         ),
-        "beside others": rank_memory(configured(folder, algorithm=critics, critic={"count": 2}), 1, few=1),
+        "beside others": rank_memory(configured(folder, algorithm=critics, critic={}), 1, few=1),
     }
 
 

@@ -118,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decoupled critics": {
         "split": "all on one", "aged": True,
         "algorithm": {"objective": "asyppo", "options": {"decoupled": True}, "staleness": {"kind": "linear"}},
-        "critic": {"count": 3}, "train": {"minibatches": 2},
+        "critic": {}, "train": {"minibatches": 2},
     },
 }  # fmt: skip
 
