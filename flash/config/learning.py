@@ -152,9 +152,8 @@ class CriticConfig(Section, frozen=True):
     """Critics: the value models of `advantage = "gae"`."""
 
     path: str | None = None
-    """Folder or hub id of the critics' model, which must have the policy's tokenizer. None: model.path."""
-    tiny_layers: Positive | None = None
-    """Number of layers of a tiny model that is made if the folder `path` is missing. None: the folder must exist."""
+    """Folder or hub id of the critics' model, which must have the policy's tokenizer. With `[tiny_model]`, a missing
+    folder is made, too: a tiny model with a third of the policy's layers. None: model.path."""
     target: CriticTarget | None = None
     """Target of the values. `lambda`: advantage plus value. `monte_carlo`: the discounted sum of rewards. None: the
     objective's default."""

@@ -215,10 +215,8 @@ def other_models(config: Config) -> dict[str, str]:
 def hub_models(config: Config) -> dict[str, str]:
     """Return the models that are named by hub ids, by the key that names each of them. A model that the run makes is
     left out, although the name of its folder may have the form of a hub id."""
-    critic, named = config.critic, {"model.path": config.model.path, **other_models(config)}
-    made = {config.model.path} if config.tiny_model is not None else set[str]()
-    if critic is not None and critic.path is not None and critic.tiny_layers is not None:
-        made.add(critic.path)
+    named = {"model.path": config.model.path, **other_models(config)}
+    made = {named.get(key) for key in ("model.path", "critic.path") if config.tiny_model is not None}
     return {key: path for key, path in named.items() if path not in made and is_hub_id(path)}
 
 
@@ -227,31 +225,17 @@ def check_other_models(config: Config) -> Iterator[ConfigProblem]:
 
     A folder that is the policy's is left out, because `check_model` checks it.
     """
-    yield from _made_critic(config)
-    made = config.critic is not None and config.critic.tiny_layers is not None
     for key, path in other_models(config).items():
         if path == config.model.path:
             continue
         if (fault := unreachable(path)) is not None:
             yield ConfigProblem(key, f"{show(path)} cannot be used: {fault}")
             continue
-        if (is_hub_id(path) and not is_gguf(path)) or (key == "critic.path" and made):
+        if (is_hub_id(path) and not is_gguf(path)) or (key == "critic.path" and config.tiny_model is not None):
             continue
         if not (Path(path) / "config.json").is_file():
             wanted = "expected a Hugging Face model, or a hub id"
             yield ConfigProblem(key, f"{describe_missing(Path(path))}: {wanted}{folders_beside(Path(path))}")
-
-
-def _made_critic(config: Config) -> Iterator[ConfigProblem]:
-    """Check that a critic's model which is to be made has a folder of its own and a recipe."""
-    critic = config.critic
-    if critic is None or critic.tiny_layers is None:
-        return
-    key = "critic.tiny_layers"
-    if config.tiny_model is None:
-        yield ConfigProblem(key, "has no effect: without a [tiny_model] table no model is made")
-    elif critic.path is None or Path(critic.path) == Path(config.model.path):
-        yield ConfigProblem(key, "needs a folder for the model: set critic.path, to another folder than model.path")
 
 
 def _source(config: Config) -> Iterator[ConfigProblem]:

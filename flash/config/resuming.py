@@ -29,7 +29,6 @@ REFUSED: dict[str, str] = {
     "rollout.extra_per_group": COUNTED,
     "tiny_model.*": MADE,
     "lora.*": MADE,
-    "critic.tiny_layers": MADE,
     "train.optimizer": "The checkpoint holds the moments of the former optimizer.",
 }
 """Keys that must not change: the reason, as a sentence in which "it" is the key."""

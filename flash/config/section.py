@@ -145,6 +145,9 @@ REMOVED: dict[str, RemovedKey] = {
     "critic.count": RemovedKey(
         None, "The objective says how many critics it has: two for asyppo, `critics` of the class for one of your own"
     ),
+    "critic.tiny_layers": RemovedKey(
+        None, "With [tiny_model], a missing critic.path gets a tiny model with a third of the policy's layers"
+    ),
     "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
     "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),

@@ -374,7 +374,7 @@ def _carried(config: Config, folder: Path) -> Config:
         train=replace(config.train, profile=""),
         lora=config.lora,
         algorithm=replace(algorithm, kl=kl and replace(kl, reference=name(REFERENCE)), teacher=teacher),
-        critic=critic and replace(critic, path=name(CRITIC), tiny_layers=None),
+        critic=critic and replace(critic, path=name(CRITIC)),
         cluster=ClusterConfig(
             gpus_per_node=config.gpus_per_node,
             trainer_ranks=config.cluster.trainer_ranks,

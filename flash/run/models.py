@@ -38,7 +38,7 @@ from flash.trainer.checkpoint_files import (
     sync_to_disk,
     temporary_of,
 )
-from flash.trainer.model.tiny_model import changed_parts, interrupted_after, make_tiny_model, show_progress
+from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, interrupted_after, make_tiny_model, show_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of stored weights."""
+
+CRITIC_PART = 3
+"""Part of the policy's layers, as a divisor, that a tiny model of critics has: AsyPPO needs only small critics."""
 
 HUB_RESPONSE_S = 10.0
 """Seconds to wait for one short response of the Hugging Face hub."""
@@ -78,17 +81,20 @@ def make_fetched(config: Config) -> None:
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
-    """Yield the tiny models that a configuration asks for: the policy, and the model of the critics if it has settings
-    of its own (`critic.tiny_layers`).
+    """Yield the tiny models that a configuration asks for: the policy, and the critics' model if it has a folder of its
+    own that holds no other model.
 
     For each model, yield the configuration key of its path, the path of its folder, and its settings.
     """
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
         return
-    yield "model.path", Path(config.model.path), tiny
-    if critic is not None and critic.path is not None and critic.tiny_layers is not None:
-        yield "critic.path", Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers)
+    policy = Path(config.model.path)
+    yield "model.path", policy, tiny
+    if critic is None or critic.path is None or (path := Path(critic.path)) == policy:
+        return
+    if (path / FINGERPRINT).exists() or not (path / MODEL_CONFIG).exists():
+        yield "critic.path", path, msgspec.structs.replace(tiny, layers=max(1, tiny.layers // CRITIC_PART))
 
 
 def _make_tiny(path: Path, tiny: TinyModelConfig, config: Config) -> None:

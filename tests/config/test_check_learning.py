@@ -247,16 +247,8 @@ def resolve(*overrides: str) -> Config:
             "`algorithm.options.ewma_decay` (setting): has no effect: proximal is 'recompute'; expected 'ewma'",
         ),
         (
-            ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}"],
-            "`critic.tiny_layers` (setting): has no effect: without a [tiny_model] table no model is made",
-        ),
-        (
-            ["algorithm.objective=ppo", "critic.tiny_layers=1", "tiny_model={}"],
-            "`critic.tiny_layers` (setting): needs a folder for the model: set critic.path",
-        ),
-        (
-            ["algorithm.objective=ppo", "critic={tiny_layers=1, path='model'}", "tiny_model={}"],
-            "(setting): needs a folder for the model: set critic.path, to another folder than model.path",
+            ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}", "tiny_model={}"],
+            "`critic.tiny_layers` (setting): this key was removed. With [tiny_model], a missing critic.path gets",
         ),
         (
             ["algorithm.objective=rloo", "train.async_ratio=0", "train.updates_per_batch=2"],
@@ -312,7 +304,7 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
             "algorithm.options.filter_highest=0.3",
             "algorithm.entropy_bonus=0.01",
         ],
-        ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}", "tiny_model={}"],
+        ["algorithm.objective=ppo", "critic.path=./critic", "tiny_model={}"],
         [
             "algorithm.objective=rloo",
             "train.async_ratio=0",

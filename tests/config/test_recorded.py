@@ -62,7 +62,7 @@ def test_a_model_that_the_run_makes_is_no_hub_id_whatever_its_name(
         "model": {"path": "tiny"},
         "tiny_model": {},
         "env": {"path": "envs.arithmetic:Arithmetic"},
-        "critic": {"path": "small", "tiny_layers": 1},
+        "critic": {"path": "small"},
         "algorithm": {"kl": {"coefficient": 0.1, "reference": "tiny"}, "teacher": {"path": "owner/name"}},
     }
     config = msgspec.convert(tables, Config)

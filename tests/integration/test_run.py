@@ -147,7 +147,7 @@ def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_in
     """With two small critics and rhythm, which are resumed too: its batches make again what it ends with."""
     overrides = (
         *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
-        f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
+        f"critic={{path='{tmp_path / 'critic'}', clip='none', learning_rate=1e-2, warmup_steps=1}}",
         "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4}",
         *("checkpoint.every=1000", "eval.every=0"),
     )

@@ -15,7 +15,7 @@ import pytest
 from flash.config.learning import CriticConfig
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models import make_missing_models
+from flash.run.models import make_missing_models, tiny_models
 from flash.trainer.model.tiny_model import FINGERPRINT
 
 NAMES = ("tiny", "critic")
@@ -131,13 +131,21 @@ def test_weights_may_be_read_by_whom_the_configuration_may(made: Path) -> None:
 
 def test_the_critics_smaller_model_is_made_beside_the_policys_with_its_tokenizer(tmp_path: Path) -> None:
     config = config_of(tmp_path / "tiny")
-    critic = CriticConfig(path=str(tmp_path / "critic"), tiny_layers=1)
+    critic = CriticConfig(path=str(tmp_path / "critic"))
     assert config.tiny_model is not None
-    policy = msgspec.structs.replace(config.tiny_model, layers=2)
+    policy = msgspec.structs.replace(config.tiny_model, layers=6)
     make_missing_models(msgspec.structs.replace(config, tiny_model=policy, critic=critic))
     layers = [json.loads((tmp_path / name / "config.json").read_text())["num_hidden_layers"] for name in NAMES]
-    assert layers == [2, 1]
+    assert layers == [6, 2]
     assert len({(tmp_path / name / "tokenizer.json").read_text() for name in NAMES}) == 1
+
+
+@pytest.mark.parametrize("where", ["tiny", "other"])
+def test_no_critics_model_is_made_in_a_folder_that_holds_one_or_is_the_policys(tmp_path: Path, where: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    config = msgspec.structs.replace(config_of(tmp_path / "tiny"), critic=CriticConfig(path=str(tmp_path / where)))
+    assert [key for key, _, _ in tiny_models(config)] == ["model.path"]
 
 
 def test_a_place_where_no_model_can_be_made_is_a_named_error(tmp_path: Path) -> None:

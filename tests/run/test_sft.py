@@ -412,7 +412,7 @@ def test_tables_that_say_nothing_of_rows_are_refused(tmp_path: Path) -> None:
         config_of(tmp_path, "algorithm.objective=ppo")
     assert config_of(tmp_path, "algorithm.objective=ppo", "algorithm={}").algorithm.objective.endswith("Supervised")
     with pytest.raises(ConfigError, match=r"`critic` .*has no effect"):
-        config_of(tmp_path, "critic.tiny_layers=1")
+        config_of(tmp_path, "critic.warmup_steps=1")
 
 
 def test_an_answer_of_weight_0_is_shown_and_not_learned(tmp_path: Path) -> None:

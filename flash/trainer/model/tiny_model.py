@@ -200,7 +200,7 @@ def refuse_foreign(path: Path) -> None:
     if path.exists() and not _is_ours(path):
         raise ConfigError(
             f"{path} exists and is no tiny model of ours (it has no {FINGERPRINT}); name another folder, or "
-            "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
+            "use this one as it is: without the [tiny_model] table"
         )
 
 
