@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from flash.config.decode import NONE, ConfigProblem, nearest, show, suggest
+from flash.config.section import named_tokens
 from flash.config.tree import Config
 from flash.foreign.vllm_parsers import Package, parser_names
 from flash.types import RESERVED_ARGUMENTS
@@ -194,9 +195,7 @@ def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
         yield ConfigProblem("model.max_length", message)
     size = described.get("vocab_size") if isinstance(described, dict) else None
-    sampling = config.rollout
-    named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": [token for token, _ in sampling.logit_bias]}
-    for name, tokens in named.items():
+    for name, tokens in named_tokens(config.sampling).items():
         if isinstance(size, int) and (beyond := max(tokens, default=0)) >= size:
             message = (
                 f"expected token ids below {size}, the size of the vocabulary of {config.model.path}, got {beyond}"

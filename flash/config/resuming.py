@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from flash.config.decode import ConfigProblem, show
 from flash.config.load import key_paths, removed_keys
-from flash.config.section import REMOVED
-from flash.sampling import Sampling
+from flash.config.section import REMOVED, SAMPLING_KEYS
 
 # Reasons that several entries of the tables share. In each sentence "it" is the key.
 COUNTED = "Groups that are not finished have a size that follows from it."
@@ -48,7 +47,7 @@ PARTIAL: dict[str, str] = {
     "sft.data": "Steps that the run has already made were trained on the former rows.",
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
-    **{f"rollout.{name}": SAMPLED for name in Sampling.__struct_fields__},
+    **{f"rollout.{name}": SAMPLED for name in SAMPLING_KEYS},
     "simulate.*": "Only `flash simulate` reads this table.",
 }
 """Keys that have only a limited effect when they are changed: the part of the change without an effect, as a

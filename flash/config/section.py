@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -32,8 +32,10 @@ HIGHEST_TOP_K = 1024
 """Largest `top_k`. All kept tokens travel with each sampled token."""
 TopK = Annotated[int, Meta(ge=0, le=HIGHEST_TOP_K)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-Texts = tuple[Annotated[str, Meta(min_length=1, max_length=1000)], ...]
-TokenIds = tuple[NonNegative, ...]
+Text = Annotated[str, Meta(min_length=1, max_length=1000)]
+Texts = tuple[Text, ...]
+Ends = tuple[Text | NonNegative, ...]
+"""Texts and token ids that end a response."""
 Biases = tuple[tuple[NonNegative, Annotated[float, Meta(ge=-100, le=100)]], ...]
 """Pairs of a token id and the number that is added to its logit."""
 Penalty = Annotated[float, Meta(gt=0, le=10)]
@@ -55,8 +57,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 NEEDING_TOP_K = ("top_p", "min_p", "min_tokens", "logit_bias", "repetition_penalty")
 """Sampling settings that change the distribution of a token and need `top_k`, because the trainer computes this
 distribution only over the tokens that `top_k` keeps."""
-MOST_ENTRIES = {"logit_bias": 1024, "stop_token_ids": 100}
-"""Largest number of tokens that a sampling setting may name, by setting. vLLM's GPU workers have room for 1024 biases,
+MOST_ENTRIES = {"logit_bias": 1024, "stop": 100}
+"""Largest number of token ids that a setting may name, by key. vLLM's GPU workers have room for 1024 biases,
 and for 128 tokens that end a response, among them the model's own end tokens."""
 ABSENT: dict[str, str] = dict.fromkeys(
     ("rollout.presence_penalty", "rollout.frequency_penalty"),
@@ -113,6 +115,7 @@ REMOVED: dict[str, RemovedKey] = {
     "rollout.quarantine": RemovedKey(
         16, "After a quarter of rollout.breaker samples of one kind, problems of this kind are left out"
     ),
+    "rollout.stop_token_ids": RemovedKey([], "rollout.stop takes token ids beside texts"),
     "rollout.selection": RemovedKey("uniform", PASSED_OVER),
     "rollout.selection_floor": RemovedKey(0.1, PASSED_OVER),
     "algorithm.branches": RemovedKey("same", "Each branch gets the advantage of its episode"),
@@ -175,15 +178,32 @@ REMOVED: dict[str, RemovedKey] = {
 """Keys that were removed, by dotted path."""
 
 
+SAMPLING_KEYS = tuple(name for name in Sampling.__struct_fields__ if name != "stop_token_ids")
+"""Keys of `[rollout]`, and of an environment's domains, that become a `Sampling`. The key `stop` becomes two fields."""
+
+
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+    """Return the sampling settings that the values of `SAMPLING_KEYS` give. `settings` has them by key."""
+    fields = {name: settings[name] for name in SAMPLING_KEYS}
+    ends = fields.pop("stop")
+    texts = tuple(one for one in ends if isinstance(one, str))
+    return Sampling(**fields, stop=texts, stop_token_ids=tuple(one for one in ends if not isinstance(one, str)))
+
+
+def named_tokens(sampling: Sampling) -> dict[str, tuple[int, ...]]:
+    """Return the token ids that sampling settings name, by key."""
+    return {"stop": sampling.stop_token_ids, "logit_bias": tuple(token for token, _ in sampling.logit_bias)}
+
+
 def sampling_faults(sampling: Sampling) -> Iterator[tuple[str, str]]:
     """Yield the name and the error message of each sampling setting that an engine or the trainer cannot handle.
 
     Such a setting has too many entries for an engine, or the trainer cannot compute the distribution of its tokens. The
     checks of `[rollout]` and of an environment's domains call this.
     """
-    for name, most in MOST_ENTRIES.items():
-        if (named := len(getattr(sampling, name))) > most:
-            yield name, f"an engine on a GPU crashes with more than {most} entries: got {named}"
+    for name, tokens in named_tokens(sampling).items():
+        if len(tokens) > (most := MOST_ENTRIES[name]):
+            yield name, f"an engine on a GPU crashes with more than {most} token ids: got {len(tokens)}"
     if sampling.top_k:  # then the trainer knows the kept tokens, and can compute all other settings
         return
     why = f"needs top_k, from 1 to {HIGHEST_TOP_K}: the trainer can compute it only for the tokens that top_k keeps"

@@ -14,9 +14,11 @@ from msgspec import Meta, field
 from flash.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, SftConfig, TrainConfig
 from flash.config.section import (
     HIGHEST_TEMPERATURE,
+    SAMPLING_KEYS,
     BelowOne,
     Biases,
     Deadline,
+    Ends,
     LearningRate,
     NonNegative,
     Penalty,
@@ -24,10 +26,9 @@ from flash.config.section import (
     Section,
     Seed,
     Temperature,
-    Texts,
-    TokenIds,
     TopK,
     TopP,
+    sampling_of,
     why_kept_tokens_unknown,
 )
 from flash.config.simulate import SimulateConfig
@@ -165,10 +166,9 @@ class RolloutConfig(Section, frozen=True):
     """Drop tokens less probable than `min_p` times the most likely token. 0: drop none. Needs `top_k`."""
     min_tokens: NonNegative = 0
     """Number of tokens before which the model cannot end a response. 0: no minimum. Needs `top_k`."""
-    stop: Texts = ()
-    """Texts that end a response. The text stays in the response."""
-    stop_token_ids: TokenIds = ()
-    """Token ids that end a response, in addition to the model's own end tokens."""
+    stop: Ends = ()
+    """Texts and token ids that end a response, in addition to the model's own end tokens, such as `["END", 151645]`.
+    The text stays in the response."""
     logit_bias: Biases = ()
     """Values that are added to the logits of tokens, as a list of `[token id, value]`. Needs `top_k`."""
     repetition_penalty: Penalty = 1.0
@@ -486,7 +486,7 @@ class Config(Section, frozen=True):
     def sampling(self) -> Sampling:
         """Sampling settings of the run, from the keys of the same names in `[rollout]`. A domain may replace them by
         settings of its own."""
-        return Sampling(**{name: getattr(self.rollout, name) for name in Sampling.__struct_fields__})
+        return sampling_of({name: getattr(self.rollout, name) for name in SAMPLING_KEYS})
 
     def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:
         """Return why the trainer cannot know which tokens `top_k` of these settings keeps; None if it can.

@@ -27,13 +27,12 @@ import msgspec
 from flash.config.section import (
     BelowOne,
     Biases,
+    Ends,
     NonNegative,
     Penalty,
     Positive,
     PositiveFloat,
     Temperature,
-    Texts,
-    TokenIds,
     TopK,
     TopP,
 )
@@ -431,8 +430,7 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP | None = None
     min_p: BelowOne | None = None
     min_tokens: NonNegative | None = None
-    stop: Texts | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: Ends | None = None
     logit_bias: Biases | None = None
     repetition_penalty: Penalty | None = None
     """Each field from `top_k` to `repetition_penalty` replaces the key of the same name in `[rollout]`, for samples of

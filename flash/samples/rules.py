@@ -24,7 +24,7 @@ import msgspec
 from flash.ages import SLACK, last_step, max_age, version_of, window
 from flash.config.check_learning import why_not_streamed
 from flash.config.decode import examine
-from flash.config.section import faults_with_teacher, sampling_faults
+from flash.config.section import SAMPLING_KEYS, faults_with_teacher, sampling_faults, sampling_of
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import Domain
@@ -180,7 +180,7 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
         faults = [
             (name, problem.message) for name, value in given.items() for problem in examine(value, types[name], name)[1]
         ]
-        sampling = Sampling(**{name: combined.pop(name) for name in Sampling.__struct_fields__})
+        sampling = sampling_of({name: combined.pop(name) for name in SAMPLING_KEYS})
         for option, fault in faults or sampling_faults(sampling):
             raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
         group_filter = GroupFilter(combined.pop("drop_equal_rewards"), combined.pop("accuracy_bounds"))

@@ -261,11 +261,15 @@ def resolve(*overrides: str) -> Config:
         (["rollout.logit_bias=[[5, 1.0]]"], "`rollout.logit_bias` (setting): needs top_k, from 1 to 1024"),
         (
             [f"rollout.logit_bias={[[token, 1.0] for token in range(1025)]}", "rollout.top_k=5"],
-            "`rollout.logit_bias` (setting): an engine on a GPU crashes with more than 1024 entries: got 1025",
+            "`rollout.logit_bias` (setting): an engine on a GPU crashes with more than 1024 token ids: got 1025",
         ),
         (
-            [f"rollout.stop_token_ids={list(range(101))}"],
-            "`rollout.stop_token_ids` (setting): an engine on a GPU crashes with more than 100 entries: got 101",
+            [f"rollout.stop={list(range(101))}"],
+            "`rollout.stop` (setting): an engine on a GPU crashes with more than 100 token ids: got 101",
+        ),
+        (
+            ["rollout.stop_token_ids=[5]"],
+            "`rollout.stop_token_ids` (setting): this key was removed. rollout.stop takes token ids beside texts",
         ),
         (["rollout.repetition_penalty=1.1"], "`rollout.repetition_penalty` (setting): needs top_k, from 1 to 1024"),
         (["rollout.routing_replay=true"], "`rollout.routing_replay` (setting): expected false without GPUs"),

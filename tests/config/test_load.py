@@ -199,6 +199,11 @@ def test_what_is_no_configuration_file_is_told_by_what_it_is(project, named, tol
     assert str(error.value).startswith(told)
 
 
+def test_responses_end_at_texts_and_at_token_ids():
+    sampling = resolve('rollout.stop=["END", 3, "\\n"]').sampling
+    assert (sampling.stop, sampling.stop_token_ids) == (("END", "\n"), (3,))
+
+
 def test_moments_beside_weights_on_the_host_are_any_optimizers():
     config = resolve("train.optimizer=muon", "train.offload=['moments', 'weights']")
     assert config.train.offload == ["moments", "weights"]
@@ -276,7 +281,7 @@ def test_an_override_of_another_form_is_refused(override):
         ('alarms.off=["lag"]', "`alarms.off` (setting): this key was removed. alarms.reactions names the alarms, each"),
         (
             'rollout.stop=[""]',
-            "`rollout.stop` (setting): expected a list, each item non-empty text of at most 1000 characters, got",
+            "`rollout.stop` (setting): expected a list, each item non-empty text of at most 1000 characters or an",
         ),
         ("env.options=3", "`env.options` (setting): expected a table, got 3"),
     ],
@@ -440,11 +445,8 @@ def test_a_file_that_is_not_text_is_refused(project):
             "`rollout.min_tokens` (setting): expected at most rollout.max_new_tokens = 8, got 9",
         ),
         (
-            ["rollout.stop_token_ids=[3, 500]"],
-            (
-                "`rollout.stop_token_ids` (setting): expected token ids below 500, the size of the vocabulary of "
-                "./model, got 500"
-            ),
+            ['rollout.stop=["END", 3, 500]'],
+            "`rollout.stop` (setting): expected token ids below 500, the size of the vocabulary of ./model, got 500",
         ),
         (
             ["rollout.logit_bias=[[501, 1], [3, 1]]", "rollout.top_k=4"],

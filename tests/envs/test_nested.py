@@ -27,8 +27,7 @@ PROPERTIES: dict[str, Any] = {
     "top_p": 0.9,
     "min_p": 0.1,
     "min_tokens": 2,
-    "stop": ["END"],
-    "stop_token_ids": [5],
+    "stop": ["END", 5],
     "logit_bias": [[7, 1.0]],
     "repetition_penalty": 1.1,
 }

@@ -258,8 +258,8 @@ def test_a_domain_keeps_no_sets_where_logits_are_too_coarse_to_tell_which() -> N
 
 def test_a_domain_has_its_own_sampling_and_else_the_runs() -> None:
     run = RolloutConfig(temperature=0.9, top_k=20, top_p=0.8, stop=("\n",))
-    own = DomainSettings.of("a", Domain(top_p=0.5, stop=("x", "y"), logit_bias=((3, 1.0),)), run)
-    assert own.sampling == Sampling(0.9, 20, 0.5, stop=("x", "y"), logit_bias=((3, 1.0),))
+    own = DomainSettings.of("a", Domain(top_p=0.5, stop=("x", 5, "y"), logit_bias=((3, 1.0),)), run)
+    assert own.sampling == Sampling(0.9, 20, 0.5, stop=("x", "y"), stop_token_ids=(5,), logit_bias=((3, 1.0),))
 
 
 def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:
