@@ -152,6 +152,9 @@ REMOVED: dict[str, RemovedKey] = {
         None, "With [tiny_model], a missing critic.path gets a tiny model with a third of the policy's layers"
     ),
     "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
+    "checkpoint.export": RemovedKey(
+        True, "After its last step a run always writes the trained model to its folder model/"
+    ),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
     "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),
     "deadlines.engine_step": RemovedKey(

@@ -253,8 +253,6 @@ class CheckpointConfig(Section, frozen=True):
     journal: Literal["write", "fsync", "off"] = "write"
     """Record of samples since the last checkpoint. `write`: it survives the death of processes. `fsync`: it also
     survives the death of the machine, but is slower. `off`: these samples are lost."""
-    export: bool = True
-    """Write the trained model to the folder `model/` at the end."""
 
 
 TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]

@@ -145,7 +145,7 @@ class TrainingSteps:
         """True if the ranks export the model, or still have to export it. The model is exported only in a run that has
         trained all steps."""
         ended = self._end_reply is not None and self._end_reply.finished
-        return ended and self._config.checkpoint.export and not self._incarnations.saved
+        return ended and not self._incarnations.saved
 
     # -- a batch is formed and dealt ---------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class RunResult(Summary, frozen=True, kw_only=True):
     """A run that has ended: its summary, its folder and its curve."""
 
     run_dir: Path
-    """Folder of the run. The trained model is in its folder `model`, unless `checkpoint.export` is off."""
+    """Folder of the run. Its folder `model` has the trained model if all steps were trained."""
     evaluations: list[EvaluationPoint]
     """Evaluations on held-out problems in the order of their steps; empty if there was none."""
     curve_steps: list[int]

@@ -193,7 +193,7 @@ class SftLoop:
                     self._checkpoint()
         self._profiler.close()
         finished = trainer.version >= steps
-        if finished and self._config.checkpoint.export:
+        if finished:
             self._tokenizer.add_ends(trainer.model.generation_config)
             checkpoint.export_hf(trainer.model, self._tokenizer.inner, self._config.run_dir / "model")
         return self._end(interrupted=not finished)

@@ -73,7 +73,7 @@ class TrainerLoop:
         Each wait is for a reply of the hub. The hub notices a rank, node or engine that is late, and ends the wait. The
         timeouts here are longer, and end only a wait for a hub that is gone. At the end the rank takes part in a
         checkpoint of the last version, unless it has written one already or the hub cannot take part (`may_save`). If
-        the run has trained all of its steps, the Hugging Face export follows, unless `checkpoint.export` is off.
+        the run has trained all of its steps, the Hugging Face export follows.
 
         Raises:
             FlashError: a step or a checkpoint failed, the hub refused a request or did not answer in time, or the hub
@@ -93,7 +93,7 @@ class TrainerLoop:
         # Training has ended. Save the last version, and export the model if all steps are trained (`finished`).
         if reply.may_save and self._saved_version != trainer.version:
             self._save_checkpoint()
-        if reply.finished and config.checkpoint.export:
+        if reply.finished:
             checkpoint.export_hf(trainer.model, self._tokenizer, config.run_dir / "model")
         self._profiler.close()
         # The hub replies when the last evaluation is over, or at once after an interrupt. Until then an engine may

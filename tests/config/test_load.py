@@ -272,6 +272,10 @@ def test_an_override_of_another_form_is_refused(override):
             "cluster.gpus_per_node=all",
             '`cluster.gpus_per_node` (setting): expected an integer from 0 to 1024 or "auto"',
         ),
+        (
+            "checkpoint.export=false",
+            "`checkpoint.export` (setting): this key was removed. After its last step a run always writes the trained",
+        ),
         ("tiny_model=true", "`tiny_model` (setting): expected a table, got true"),
         ("alarms.reactions.lags=off", "`alarms.reactions.lags` (setting): no such key; did you mean `lag`?"),
         (

@@ -131,7 +131,7 @@ def config_of(config: Config, examples: list[SolvedExample], folder: Path) -> Co
         engine=EngineConfig(max_sequences=128, enforce_eager=True, kv_cache_gib=0.5),
         train=TrainConfig(batch_size=128, learning_rate=6e-4, warmup_steps=10),
         eval=EvalConfig(every=EVERY, problems=256),
-        checkpoint=CheckpointConfig(every=STEPS, export=False),
+        checkpoint=CheckpointConfig(every=STEPS),
         cluster=ClusterConfig(gpus_per_node=0),
         deadlines=config.deadlines,
     )
