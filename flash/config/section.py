@@ -155,6 +155,7 @@ REMOVED: dict[str, RemovedKey] = {
     "checkpoint.export": RemovedKey(
         True, "After its last step a run always writes the trained model to its folder model/"
     ),
+    "deadlines.batch": RemovedKey(3600, "deadlines.step also limits the wait for the groups of a step"),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
     "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),
     "deadlines.engine_step": RemovedKey(

@@ -395,10 +395,9 @@ class DeadlinesConfig(Section, frozen=True):
     """Limit for one episode, from reset to reward."""
     swap: Deadline = 300
     """Limit for an engine to load a version and to pass the canary."""
-    batch: Deadline = 3600
-    """Limit for enough groups of a step to finish, counted from the first ready engine."""
     step: Deadline = 3600
-    """Limit for a trainer to finish a step."""
+    """Limit for enough groups of a step to finish, counted from the first ready engine, and then for the trainer to
+    finish the step."""
     collective: Deadline = 600
     """Limit for all ranks to join a collective operation."""
     close: Deadline = 8

@@ -104,7 +104,7 @@ def batch_s(config: Config) -> float:
     """Return the seconds that a trainer rank waits for its shard of a round."""
     # All other ranks ask at once, while rank 0 may still wait for the reply to its announcement (`taken_s`). Then the
     # engines load the version, may all die and come back, and sample the batch.
-    return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.batch
+    return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.step
 
 
 def leaving_s(config: Config) -> float:
@@ -122,10 +122,10 @@ def leaving_s(config: Config) -> float:
 def kept_s(config: Config) -> float:
     """Return the seconds that trainer rank 0 waits until the hub has written its state into the checkpoint that the
     ranks are saving."""
-    # While the ranks save, the run may be in a stage (`flash.hub.stages`) with any of these three limits. The error of
+    # While the ranks save, the run may be in a stage (`flash.hub.stages`) with either of these limits. The error of
     # the stage must come before this timeout, which would blame the hub.
     deadlines = config.deadlines
-    return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request
+    return max(deadlines.step, deadlines.shutdown) + deadlines.request
 
 
 def claim_s(config: Config) -> float:

@@ -41,7 +41,7 @@ class Stage(Enum):
     STARTING = ("an engine to start and to load its first version", "vLLM's output, and deadlines.engine_start")
     RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and engine.max_restarts")
     """All engines have died, and new engines start in their places."""
-    BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "batch")
+    BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "step")
     STEP = (f"{RANKS} to finish step {{step}}", RANKS, "step")
     LOADING = ("{behind} to load version {step}", "the output of that node, and deadlines.swap")
     """The ranks wait until engines have loaded the version before the one that they publish."""
@@ -69,7 +69,7 @@ class Stage(Enum):
     @property
     def of_trainers(self) -> bool:
         """True if only the trainer ranks can end the stage."""
-        return self.deadline in ("rendezvous", "step") and self is not Stage.EVALUATING
+        return self.deadline in ("rendezvous", "step") and self not in (Stage.BATCH, Stage.EVALUATING)
 
     def seconds(self, config: Config) -> float:
         """Return the seconds that the stage may last."""

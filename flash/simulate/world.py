@@ -89,7 +89,6 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
         env_step=config.deadlines.env_step if settings.fail_stop else LIFTED_S,
         episode=LIFTED_S,
         swap=LIFTED_S,
-        batch=LIFTED_S,
         step=LIFTED_S,
     )
     return msgspec.structs.replace(

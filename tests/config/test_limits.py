@@ -46,6 +46,10 @@ def file(tmp_path: Path) -> Path:
         ("engine.kv_cache_gib=1e-300", "expected a number from 0.001 to 1e+06, got 1e-300"),
         ("engine.max_sequences=2147483647", "expected an integer above 0 and at most 65536"),
         ("cluster.gpus_per_node=2147483647", "`cluster.gpus_per_node` (setting): expected an integer from 0 to 1024"),
+        (
+            "deadlines.batch=7200",
+            "`deadlines.batch` (setting): this key was removed. deadlines.step also limits the wait",
+        ),
         ("train.eps=1e-6", "`train.eps` (setting): this key was removed. AdamW's ε is 1e-08. Delete it there"),
         ("eval.temperature=1e300", "`eval.temperature` (setting): expected a number from 0 to 2"),
         ("engine.kv_cache_gib=1e5", "GiB of this machine's memory for 1 engine(s) together, got 100000 for each"),

@@ -274,7 +274,7 @@ async def test_a_rank_that_is_gone_is_the_cause_of_its_incarnations_end_and_its_
 
 async def test_while_a_batch_is_waited_for_the_ranks_that_wait_too_are_not_blamed() -> None:
     config = config_of()
-    config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, batch=1000.0))
+    config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, step=1000.0))
     world = World(config)
 
     rank = world.rank()

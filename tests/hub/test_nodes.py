@@ -229,7 +229,7 @@ async def test_an_error_ends_the_run_that_has_no_other_engines_or_whose_weights_
 
 
 async def test_a_run_whose_last_node_is_gone_waits_for_another_and_says_so() -> None:
-    run = Run(with_deadlines(make_config(), batch=200, request=60))
+    run = Run(with_deadlines(make_config(), step=200, request=60))
 
     async def scenario() -> None:
         await run.begin(1)
@@ -351,7 +351,7 @@ async def test_samples_that_fail_are_told_with_their_node_and_cancelled_ones_are
 
 
 async def test_a_silent_node_is_shown_as_such_and_so_is_one_that_leaves() -> None:
-    config = with_deadlines(make_config(), batch=500, request=60)
+    config = with_deadlines(make_config(), step=500, request=60)
     run = Run(config)
     states: list[list[str]] = []
 

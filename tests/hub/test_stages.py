@@ -71,7 +71,7 @@ class Run(Driver):
 
 
 async def test_engines_have_their_own_time_to_start_before_a_batch_is_waited_for() -> None:
-    run = Run(with_deadlines(make_config(), engine_start=900, batch=100))
+    run = Run(with_deadlines(make_config(), engine_start=900, step=100))
 
     async def slow_start() -> None:
         await run.hub.handle(version(0))
@@ -86,7 +86,7 @@ async def test_engines_have_their_own_time_to_start_before_a_batch_is_waited_for
 
 
 async def test_while_engines_load_that_is_what_is_waited_for() -> None:
-    config = with_deadlines(make_config(), engine_start=500, batch=100)
+    config = with_deadlines(make_config(), engine_start=500, step=100)
     run = Run(config)
     begun = anyio.current_time()
     error = await run.watched(lambda: run.hub.handle(version(0)))
@@ -116,10 +116,10 @@ async def test_a_publication_outlasts_what_a_swap_may_take(swap: str, drained: f
     config = make_config(swap=swap)
     assert waits.new_version_s(config) > config.deadlines.swap + drained
     assert waits.taken_s(config) > waits.first_version_s(config) > waits.new_version_s(config)
-    assert waits.batch_s(config) > waits.first_version_s(config) + config.deadlines.batch
+    assert waits.batch_s(config) > waits.first_version_s(config) + config.deadlines.step
     back = waits.engine_return_s(config)
     assert back > config.engine.max_restarts * (config.deadlines.engine_start + waits.new_version_s(config))
-    assert waits.batch_s(config) > back + config.deadlines.batch
+    assert waits.batch_s(config) > back + config.deadlines.step
 
 
 async def test_a_long_poll_is_answered_well_before_the_node_gives_up() -> None:
@@ -170,7 +170,7 @@ async def test_a_version_is_kept_for_an_engine_that_came_back_and_not_for_one_th
 
 
 async def test_while_no_engine_is_left_and_nodes_start_others_that_is_what_is_waited_for() -> None:
-    config = with_deadlines(make_config(), engine_start=200, batch=100)
+    config = with_deadlines(make_config(), engine_start=200, step=100)
     run = Run(config)
 
     async def outages() -> None:
@@ -191,7 +191,7 @@ async def test_while_no_engine_is_left_and_nodes_start_others_that_is_what_is_wa
 
 
 async def test_first_engines_that_are_killed_while_they_start_are_waited_for_as_others_that_come_back() -> None:
-    config = with_deadlines(make_config(), engine_start=200, batch=100)
+    config = with_deadlines(make_config(), engine_start=200, step=100)
     run = Run(config)
 
     async def outage() -> None:
@@ -215,7 +215,7 @@ async def test_a_late_node_that_is_lost_keeps_nobody_waiting() -> None:
 
 
 async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> None:
-    run = Run(with_deadlines(make_config(), batch=200, request=60))
+    run = Run(with_deadlines(make_config(), step=200, request=60))
 
     async def scenario() -> None:
         await run.begin(0, 1)
@@ -240,7 +240,7 @@ async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> Non
 
 
 async def test_a_silent_node_that_is_gone_then_is_told_once_and_one_that_speaks_again_anew() -> None:
-    run = Run(with_deadlines(make_config(), batch=500, request=60))
+    run = Run(with_deadlines(make_config(), step=500, request=60))
 
     async def scenario() -> None:
         for node in (1, 2):
@@ -273,7 +273,7 @@ async def test_when_the_hubs_own_node_falls_silent_and_no_other_has_engines_the_
 
 
 async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_waits_for_another() -> None:
-    run = Run(with_deadlines(make_config(), batch=500, request=60))
+    run = Run(with_deadlines(make_config(), step=500, request=60))
 
     async def scenario() -> None:
         await run.begin(1)
@@ -288,7 +288,7 @@ async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_w
 
 
 async def test_a_lease_that_no_node_ends_is_given_out_again() -> None:
-    config = with_deadlines(make_config(retries=1), episode=100, request=10, close=5, batch=100_000)
+    config = with_deadlines(make_config(retries=1), episode=100, request=10, close=5, step=100_000)
     run = Run(config)
 
     async def scenario() -> None:

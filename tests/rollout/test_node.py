@@ -76,7 +76,7 @@ def make_config(**changes: Any) -> Config:
         "train": {"batch_size": 8, "async_ratio": 1.0},
         "eval": {"every": 2, "problems": 3, "samples": 2},
         "cluster": {"gpus_per_node": 0},
-        "deadlines": {"env_step": 5.0, "env_reset": 5.0, "generate": 50.0, "batch": 100.0, "step": 100.0},
+        "deadlines": {"env_step": 5.0, "env_reset": 5.0, "generate": 50.0, "step": 100.0},
     }
     for section, values in changes.items():
         base[section] = base.get(section, {}) | values
@@ -509,7 +509,7 @@ class SlowToStart(FakeEngine):
 )
 def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_as_failed(after: float, by: str) -> None:
     """While its engine starts, while its episodes run, and where what tells it to go ends its engine, too."""
-    config = make_config(run={"steps": 12}, deadlines={"env_step": 200.0, "batch": 300.0})
+    config = make_config(run={"steps": 12}, deadlines={"env_step": 200.0, "step": 300.0})
     world = World(config, env=lambda: Echo(lambda seed: 1.0))
     engine = SlowToStart(lambda prompt: [ord(c) for c in "yes"], 0.1)
 

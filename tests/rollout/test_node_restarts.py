@@ -187,7 +187,7 @@ def test_engines_that_are_killed_while_they_start_for_the_first_time_are_started
 
 
 def test_a_run_waits_for_first_engines_that_are_killed_again_and_again_as_long_as_they_have_restarts() -> None:
-    slow = {"engine_start": 40.0, "swap": 1.0, "request": 5.0, "generate": 50.0, "batch": 100.0, "step": 100.0}
+    slow = {"engine_start": 40.0, "swap": 1.0, "request": 5.0, "generate": 50.0, "step": 100.0}
     many = {"max_sequences": SLOTS, "max_restarts": 20}
     one = World(config(run={"steps": 2}, engine=many, deadlines=slow), engines=[ends_of_starts(*[SHOT] * 12)])
     end = run_with(one)

@@ -178,7 +178,6 @@ BASE: dict[str, Any] = {
     "deadlines.env_step": 10.0,
     "deadlines.episode": 120.0,
     "deadlines.swap": 10.0,
-    "deadlines.batch": 200.0,
     # The last evaluation may wait for an episode of training, and for the evaluation before it: three episodes in all.
     "deadlines.step": 400.0,
     "deadlines.collective": 20.0,
