@@ -60,7 +60,6 @@ SETTINGS = EpisodeSettings(
     max_length=100_000,
     max_turns=TURNS,
     max_branches=8,
-    reset_s=600,
     step_s=600,
     close_s=60,
     generate_s=600,

@@ -157,6 +157,7 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "deadlines.batch": RemovedKey(3600, "deadlines.step also limits the wait for the groups of a step"),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
+    "deadlines.env_reset": RemovedKey(60, "deadlines.env_step also limits the reset of an environment"),
     "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),
     "deadlines.engine_step": RemovedKey(
         300, "A step of an engine has 300 s, or half of deadlines.generate if that is shorter"

@@ -387,10 +387,8 @@ class DeadlinesConfig(Section, frozen=True):
     """Limit for an engine to load its model and to answer."""
     generate: Deadline = 1800
     """Limit for one response."""
-    env_reset: Deadline = 60
-    """Limit for the reset of an environment."""
     env_step: Deadline = 120
-    """Limit for a step of an environment, reward included."""
+    """Limit for the reset of an environment, and for a step of it, reward included."""
     episode: Deadline = 7200
     """Limit for one episode, from reset to reward."""
     swap: Deadline = 300

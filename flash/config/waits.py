@@ -86,8 +86,8 @@ def new_version_s(config: Config) -> float:
 def first_version_s(config: Config) -> float:
     """Return the seconds from the start of a node until one of its engines has loaded its first version."""
     deadlines = config.deadlines
-    # Before a node starts its engines, it waits for `prepare` of the environment, for at most deadlines.env_reset.
-    return deadlines.env_reset + deadlines.engine_start + new_version_s(config)
+    # Before a node starts its engines, it waits for `prepare` of the environment, for at most deadlines.env_step.
+    return deadlines.env_step + deadlines.engine_start + new_version_s(config)
 
 
 def taken_s(config: Config) -> float:

@@ -236,8 +236,8 @@ class RolloutNode:
         """
         config, problems = self._config, self._env.problems
         if self._env.prepare is not None:
-            seconds = config.deadlines.env_reset
-            with deadline(seconds, "the environment to be ready", "its `prepare`, and deadlines.env_reset"):
+            seconds = config.deadlines.env_step
+            with deadline(seconds, "the environment to be ready", "its `prepare`, and deadlines.env_step"):
                 await self._env.prepare()
         if self._env.rehearsed:
             settings, seed = EpisodeSettings.of_run(config), config.run.seed

@@ -418,11 +418,11 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: 
     if the number changes.
 
     Raises:
-        DeadlineError: the data set was not read within deadlines.env_reset.
+        DeadlineError: the data set was not read within deadlines.env_step.
     """
     if not env.is_collected:
         return config
-    with deadline(config.deadlines.env_reset, "the number of held-out problems", "the environment's data set"):
+    with deadline(config.deadlines.env_step, "the number of held-out problems", "the environment's data set"):
         # This may read or download the data set. The deadline can end only the wait for the thread.
         available = await anyio.to_thread.run_sync(env.held_out_problems, abandon_on_cancel=True)
     wanted = config.eval.problems

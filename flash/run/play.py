@@ -107,7 +107,7 @@ async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     """Prepare the environment and play the episode, for `play`, on the loop of `_loop`. Raises the errors of `play`."""
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.shutdown):
-        with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+        with deadline(config.deadlines.env_step, "the environment to be ready", "its `prepare`"):
             await env.prepare()
         result = await play_answers(config, env, answers, seed)
     if isinstance(result, Failure):

@@ -85,7 +85,6 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
         rendezvous=LIFTED_S,
         request=LIFTED_S,
         generate=LIFTED_S,
-        env_reset=LIFTED_S,
         env_step=config.deadlines.env_step if settings.fail_stop else LIFTED_S,
         episode=LIFTED_S,
         swap=LIFTED_S,

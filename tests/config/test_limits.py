@@ -50,6 +50,7 @@ def file(tmp_path: Path) -> Path:
             "deadlines.batch=7200",
             "`deadlines.batch` (setting): this key was removed. deadlines.step also limits the wait",
         ),
+        ("deadlines.env_reset=600", "`deadlines.env_reset` (setting): this key was removed. deadlines.env_step also"),
         ("train.eps=1e-6", "`train.eps` (setting): this key was removed. AdamW's ε is 1e-08. Delete it there"),
         ("eval.temperature=1e300", "`eval.temperature` (setting): expected a number from 0 to 2"),
         ("engine.kv_cache_gib=1e5", "GiB of this machine's memory for 1 engine(s) together, got 100000 for each"),

@@ -30,7 +30,6 @@ SETTINGS = EpisodeSettings(
     max_length=4000,
     max_turns=8,
     max_branches=8,
-    reset_s=20,
     step_s=20,
     close_s=20,
     generate_s=20,

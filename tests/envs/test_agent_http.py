@@ -134,7 +134,7 @@ async def test_a_program_is_an_agent_too() -> None:
 async def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
     mark = f"{tmp_path}/mark"
     program = f"touch {mark}; sh -c 'sleep 1000; : {mark}' & sleep 1000; : {mark}"
-    failed = await play(make(command=["sh", "-c", program]), fast("fine"), in_process=False, reset_s=2)
+    failed = await play(make(command=["sh", "-c", program]), fast("fine"), in_process=False, step_s=2)
     assert isinstance(failed, Failure)
     assert failed.outcome == Outcome.ENV_TIMEOUT
     assert await anyio.Path(mark).exists()

@@ -51,4 +51,4 @@ def held(text: str, gate: Path) -> str:
         ("digits = 1", f'digits = 1, gate = "{gate}"'),
     ):
         text = text.replace(old, new)
-    return f"{text}\n[deadlines]\nenv_reset = 600\n"
+    return f"{text}\n[deadlines]\nenv_step = 600\n"

@@ -20,7 +20,7 @@ from flash.types import Failure, Outcome, Trajectory
 from tests.misuse import misbehaving as m
 from tests.rollout.test_episode import LEASE, SETTINGS, CharTokenizer, Script, say
 
-QUICK = msgspec.structs.replace(SETTINGS, reset_s=0.1, step_s=0.1, close_s=0.1)
+QUICK = msgspec.structs.replace(SETTINGS, step_s=0.1, close_s=0.1)
 PLACES = ("start", "reset", "step", "close")
 KINDS = (m.Misbehaving, m.Blocking)
 

@@ -33,7 +33,7 @@ def config(**options: str) -> Config:
         "model": {"path": "none"},
         "env": {"path": f"{__name__}:Named", "options": options},
         "cluster": {"gpus_per_node": 0},
-        "deadlines": {"env_reset": 0.1, "env_step": 0.1, "close": 0.1},
+        "deadlines": {"env_step": 0.1, "close": 0.1},
     }
     return msgspec.convert(tree, Config)
 

@@ -40,7 +40,7 @@ def test_a_run_trains_all_its_steps_though_its_environments_misbehave(acts: tupl
     config = make_config(
         run={"steps": STEPS},
         rollout={"retries": 20, "breaker": 64},
-        deadlines={"env_step": 5.0, "env_reset": 5.0, "close": 5.0, "generate": 50.0, "step": 1000.0},
+        deadlines={"env_step": 5.0, "close": 5.0, "generate": 50.0, "step": 1000.0},
     )
     world = World(config, env=Sometimes)
     end = run(world)

@@ -40,7 +40,6 @@ SETTINGS = EpisodeSettings(
     max_length=200,
     max_turns=10,
     max_branches=3,
-    reset_s=10,
     step_s=20,
     close_s=30,
     generate_s=40,
@@ -732,7 +731,7 @@ class Hanging(Env):
 @pytest.mark.parametrize(
     ("where", "seconds", "key", "tokens"),
     [
-        ("reset", 10, "deadlines.env_reset", 0),
+        ("reset", 20, "deadlines.env_step", 0),
         ("step 2", 20, "deadlines.env_step", 4),
         ("close", 30, "deadlines.close", 4),
     ],

@@ -76,7 +76,7 @@ def make_config(**changes: Any) -> Config:
         "train": {"batch_size": 8, "async_ratio": 1.0},
         "eval": {"every": 2, "problems": 3, "samples": 2},
         "cluster": {"gpus_per_node": 0},
-        "deadlines": {"env_step": 5.0, "env_reset": 5.0, "generate": 50.0, "step": 100.0},
+        "deadlines": {"env_step": 5.0, "generate": 50.0, "step": 100.0},
     }
     for section, values in changes.items():
         base[section] = base.get(section, {}) | values

@@ -134,7 +134,7 @@ def test_an_error_of_the_interface_has_the_words_of_the_dry_run() -> None:
     assert (
         "env_error: environment start (seed 0) raised ValueError: no such game" in found(checks.interface, NotMade).text
     )
-    late = found(checks.interface, Hangs, env_reset=0.1)
+    late = found(checks.interface, Hangs, env_step=0.1)
     assert late.text.startswith("env_timeout: environment reset (seed 0) took longer than 0.1 s, at ")
 
 

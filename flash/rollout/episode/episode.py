@@ -73,10 +73,8 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     seed: int | None
     """The run's seed, from which `response_seed` makes the seed of every response. None: responses have no seed, and
     each engine uses its own random state."""
-    reset_s: float
-    """Seconds in which an environment must reset."""
     step_s: float
-    """Seconds in which an environment must step."""
+    """Seconds in which an environment must reset, and in which it must step."""
     close_s: float
     """Seconds in which an environment must close."""
     generate_s: float
@@ -97,7 +95,6 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
             max_length=config.model.max_length,
             max_turns=config.rollout.max_turns,
             max_branches=config.rollout.max_branches,
-            reset_s=config.deadlines.env_reset,
             step_s=config.deadlines.env_step,
             close_s=config.deadlines.close,
             generate_s=config.deadlines.generate,
@@ -312,7 +309,7 @@ class EpisodePlayer:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        result = await call_method(what, state.settings.reset_s, "env_reset", reset, env=env, context=state.context)
+        result = await call_method(what, state.settings.step_s, "env_step", reset, env=env, context=state.context)
         observation, info = check_returned(env, "reset", seed, lambda: check_reset_result(result))
         if arguments := check_returned(env, "reset", seed, lambda: template_arguments(info)):
             state.transcript.set_template_arguments(arguments)

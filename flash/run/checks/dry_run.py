@@ -111,7 +111,7 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
     """
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
-        with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+        with deadline(config.deadlines.env_step, "the environment to be ready", "its `prepare`"):
             await env.prepare()
         settings, seed = EpisodeSettings.of_run(config), config.run.seed
         problems = ProblemKinds.of(config, env.kind_of, env.domains())
@@ -139,7 +139,7 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     Errors of the environment's code become a line, too. `seed` is the seed of the problem.
     """
     try:
-        with deadline(config.deadlines.env_reset, "the problem's own answer", "the environment's `solution_of`"):
+        with deadline(config.deadlines.env_step, "the problem's own answer", "the environment's `solution_of`"):
             # This may read a data set. The deadline can end only the wait for the thread.
             solution = await anyio.to_thread.run_sync(env.solution_of, seed, abandon_on_cancel=True)
     except FlashError as error:

@@ -174,7 +174,6 @@ BASE: dict[str, Any] = {
     "deadlines.request": 12.0,
     "deadlines.engine_start": 20.0,
     "deadlines.generate": 60.0,
-    "deadlines.env_reset": 5.0,
     "deadlines.env_step": 10.0,
     "deadlines.episode": 120.0,
     "deadlines.swap": 10.0,

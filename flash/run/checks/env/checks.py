@@ -366,14 +366,10 @@ async def speed(trial: Trial) -> Finding:
         steps += played.step_s
         if trial.is_late:
             break
-    deadlines = trial.config.deadlines
-    text = f"reset {_times(resets)}; step {_times(steps)}"
-    for key, times, limit in (("env_reset", resets, deadlines.env_reset), ("env_step", steps, deadlines.env_step)):
-        if times and max(times) > limit / 4:
-            return warning(
-                text,
-                f"the slowest call comes near its deadline: make it faster, or raise deadlines.{key} ({limit:g} s)",
-            )
+    text, limit = f"reset {_times(resets)}; step {_times(steps)}", trial.config.deadlines.env_step
+    if max(resets + steps) > limit / 4:
+        advice = f"make it faster, or raise deadlines.env_step ({limit:g} s)"
+        return warning(text, f"the slowest call comes near its deadline: {advice}")
     return passed(text)
 
 
@@ -526,7 +522,7 @@ async def examine_environment(
     trial = Trial(config)
     async with sharing(config.run.name, close_s=config.deadlines.close):
         try:
-            with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+            with deadline(config.deadlines.env_step, "the environment to be ready", "its `prepare`"):
                 await trial.env.prepare()
         except FlashError as error:
             report(failure(str(error), "mend this first; nothing else was checked", check="interface"))
