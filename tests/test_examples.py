@@ -147,9 +147,8 @@ def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides: Overri
     assert parse(train[1:3] + train[4:]).resume
     hub = parse(join[1:]).hub
     assert hub == f"flash-trainer:{config.cluster.hub_port}"
-    assert (
-        load([example], [*overrides(example), train[3].replace("$(POD_IP)", "10.0.0.1")]).cluster.hub_host == "10.0.0.1"
-    )
+    cluster = load([example], [*overrides(example), train[3].replace("$(POD_IP)", "10.0.0.1")]).cluster
+    assert (cluster.hub_host, cluster.hub_port) == ("10.0.0.1", config.cluster.hub_port)
 
 
 def test_the_workflow_that_checks_an_environment_has_steps_with_valid_commands() -> None:

@@ -221,13 +221,17 @@ def advise_dtype(config: Config, info: Path = CPU_INFO) -> Iterator[ConfigProble
 
 # -- [cluster] and [parallel] ----------------------------------------------------------------------------------------
 
+MOST_PORT = 65_535
+"""Largest number of a TCP port."""
 PROCESSES_PER_CORE = 4
 """Largest number of processes of one kind per core. With more, starting them takes longer than every deadline."""
 
 
 def check_cluster(config: Config) -> Iterator[ConfigProblem]:
-    """Check that nodes, GPUs and cores are enough for the trainer ranks, and that the named cores exist here, each
-    once."""
+    """Check that nodes, GPUs and cores are enough for the trainer ranks.
+
+    Also check that the named cores exist here, each once, and that the hub's address has its form.
+    """
     yield from _placement(config) if config.sft is None else _one_node(config)
     cores = os.cpu_count() or 1
     for key, cpus in (
@@ -238,6 +242,9 @@ def check_cluster(config: Config) -> Iterator[ConfigProblem]:
             message = f"expected one or more of this machine's cores 0 to {cores - 1}, each once, got {cpus}"
             yield ConfigProblem(key, message)
     yield from _crowded(config, "cluster.trainer_ranks", config.cluster.trainer_ranks)
+    parts = re.fullmatch(r".*:([0-9]{1,5})", config.cluster.hub)
+    if parts is None or int(parts[1]) > MOST_PORT:
+        yield ConfigProblem("cluster.hub", f"expected HOST:PORT or :PORT, got {show(config.cluster.hub)}")
 
 
 def advise_cluster(config: Config) -> Iterator[ConfigProblem]:

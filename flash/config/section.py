@@ -155,6 +155,8 @@ REMOVED: dict[str, RemovedKey] = {
     "checkpoint.export": RemovedKey(
         True, "After its last step a run always writes the trained model to its folder model/"
     ),
+    "cluster.hub_host": RemovedKey(None, 'cluster.hub = "HOST:PORT" is the address of the hub, also "HOST:0"'),
+    "cluster.hub_port": RemovedKey(0, 'cluster.hub = "HOST:PORT" is the address of the hub, also ":PORT"'),
     "deadlines.batch": RemovedKey(3600, "deadlines.step also limits the wait for the groups of a step"),
     "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
     "deadlines.env_reset": RemovedKey(60, "deadlines.env_step also limits the reset of an environment"),

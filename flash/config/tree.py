@@ -323,11 +323,10 @@ class ClusterConfig(Section, frozen=True):
     """Number of trainer processes (ranks) per trainer node."""
     trainer_nodes: Positive = 1
     """Number of nodes with trainer ranks: the first nodes of the job. GPUs that trainers do not use run engines."""
-    hub_host: str | None = None
-    """Address of the first node, at which other nodes reach the hub. None: an address that is found automatically;
-    127.0.0.1 if there is one node and no SLURM."""
-    hub_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """TCP port of the hub. 0: any free port. Set it if a firewall must let the port through."""
+    hub: str = ":0"
+    """Address `HOST:PORT` of the first node, at which other nodes reach the hub. `:PORT` finds the host automatically:
+    127.0.0.1 if there is one node and no SLURM. Port 0 is any free one. Set the port if a firewall must let it
+    through."""
     max_restarts: NonNegative = 3
     """Largest number of restarts, both of all trainer ranks together and of each node loop."""
     node_cpus: list[NonNegative] | None = None
@@ -335,6 +334,17 @@ class ClusterConfig(Section, frozen=True):
     trainer_cpus: list[NonNegative] | None = None
     """Numbers of the CPU cores that the trainer ranks use. None: all cores. Without GPUs, cores that engines use at the
     same time are divided in half between both."""
+
+    @property
+    def hub_host(self) -> str | None:
+        """Host of `hub`; None if it is found automatically."""
+        return self.hub.rpartition(":")[0].strip("[]") or None
+
+    @property
+    def hub_port(self) -> int:
+        """Port of `hub`; 0 for any free port. The check of the configuration refuses a `hub` of another form."""
+        port = self.hub.rpartition(":")[2]
+        return int(port) if port.isdecimal() else 0
 
     def trainer_ranks_on(self, node: int) -> int:
         """Return the number of trainer ranks on the node with this number: `trainer_ranks` on the first `trainer_nodes`

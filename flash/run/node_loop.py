@@ -244,7 +244,7 @@ async def _serving(hub: Hub, config: Config, users_token: str | None) -> AsyncGe
                 on_connect=gate.arrived,
                 on_disconnect=gate.left,
             )
-            with naming_the_key(config.cluster.hub_port):
+            with naming_the_key():
                 port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, gate.handle)
             address = HubAddress(host, port, token)
             try:
@@ -257,15 +257,12 @@ async def _serving(hub: Hub, config: Config, users_token: str | None) -> AsyncGe
 
 
 @contextmanager
-def naming_the_key(port: int) -> Generator[None]:
-    """Turn a ConfigError of the block, in which the hub starts to listen, into one that names the configuration key.
-
-    `port` is the configured port. If it is 0, any free port is taken, so the host must be wrong.
-    """
+def naming_the_key() -> Generator[None]:
+    """Turn a ConfigError of the block, in which the hub starts to listen, into one that names the configuration key."""
     try:
         yield
     except ConfigError as error:
-        raise refuse([ConfigProblem("cluster.hub_port" if port else "cluster.hub_host", str(error))]) from None
+        raise refuse([ConfigProblem("cluster.hub", str(error))]) from None
 
 
 async def _run_hub(

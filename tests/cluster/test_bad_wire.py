@@ -39,7 +39,7 @@ def test_trainers_on_two_hosts_go_on_over_a_bad_wire_and_come_back_alone_after_e
     """Gloo does not connect again: what a cut has kept from one rank for too long ends the incarnation of all ranks."""
     gate, bad = tmp_path / "gate", Way(delay_s=0.01, loss=0.005)
     job = Job(
-        *(hosts, tmp_path, model, "cluster.trainer_nodes=2", f"cluster.hub_port={HUB_PORT}"),
+        *(hosts, tmp_path, model, "cluster.trainer_nodes=2", f"cluster.hub=:{HUB_PORT}"),
         *(f"run.steps={STEPS}", f"train.batch_size={BATCH}", f"deadlines.collective={COLLECTIVE_S}"),
         text=held(CONFIG, gate),
     )

@@ -58,7 +58,7 @@ def test_a_host_of_engines_is_cut_off_drained_and_lost_and_joins_again_while_the
         # Large batches make a step long enough that an engine on a busy machine fetches each version before the trainer
         # has dropped it. An engine that comes too late restarts, and then the drained node has no engine to take along.
         "train.batch_size=128",
-        *("deadlines.request=8", f"cluster.hub_port={HUB_PORT}"),
+        *("deadlines.request=8", f"cluster.hub=:{HUB_PORT}"),
     )
     trainer, rollouts = (job.train(host) for host in range(2))
     job.until_engines(2)

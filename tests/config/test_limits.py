@@ -33,7 +33,12 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("cluster.hub_port=70000", "`cluster.hub_port` (setting): expected an integer from 0 to 65535, got 70000"),
+        *(
+            (f"cluster.hub={hub}", f'`cluster.hub` (setting): expected HOST:PORT or :PORT, got "{hub}"')
+            for hub in (":70000", "node1", "node1:", "node1:-1", "node1:x")
+        ),
+        ("cluster.hub_port=29500", "`cluster.hub_port` (setting): this key was removed. cluster.hub = "),
+        ("cluster.hub_host=node1", "`cluster.hub_host` (setting): this key was removed. cluster.hub = "),
         (
             "rollout.selection=pass_rate",
             "`rollout.selection` (setting): this key was removed. Problems are issued",

@@ -55,7 +55,7 @@ SECRETS: dict[str, dict[str, Any]] = {
     "engine": {"vllm": {"hf_token": "SECRET-engine"}},
     "alarms": {"command": "curl https://SECRET-address"},
     "track": {"to": ["SECRET_module:sink"], "project": "SECRET-project"},
-    "cluster": {"hub_host": "SECRET-host"},
+    "cluster": {"hub": "SECRET-host:1"},
 }
 """Tables of a run with a secret wherever a user might have one."""
 

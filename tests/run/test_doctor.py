@@ -127,10 +127,10 @@ def test_the_lock_is_told_where_it_has_another_version() -> None:
 def test_a_port_that_is_taken_is_missing() -> None:
     with socket.create_server(("", 0)) as taken:
         number = taken.getsockname()[1]
-        found = doctor.port(cluster(hub_port=number))
+        found = doctor.port(cluster(hub=f":{number}"))
         assert found.state == "missing"
         assert f"port {number} is in use by process {os.getpid()} (" in found.text
-    assert doctor.port(cluster(hub_port=number)).state == "ok"
+    assert doctor.port(cluster(hub=f":{number}")).state == "ok"
     assert doctor.port(config()).state == "not needed"
 
 
@@ -174,7 +174,7 @@ def test_several_nodes_share_a_file_system_or_a_token(tmp_path: Path, monkeypatc
         (tmp_path / "mounts").write_text(f"22 1 0:21 / / rw - {kind} server:/data rw\n")
         assert doctor.shared(cluster(), tmp_path / "mounts").state == state
     monkeypatch.setenv("FLASH_TOKEN", "secret")
-    assert doctor.shared(cluster(hub_port=4711)).state == "not needed"
+    assert doctor.shared(cluster(hub=":4711")).state == "not needed"
 
 
 def test_clocks_that_differ_are_told() -> None:

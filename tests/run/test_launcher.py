@@ -69,7 +69,7 @@ def test_a_variable_that_is_not_what_it_has_to_be_is_refused_before_anything_sta
 
 def test_the_others_find_the_hub_in_the_run_directory_or_by_its_port() -> None:
     job = {"FLASH_NNODES": "2", "FLASH_NODE_RANK": "1", "FLASH_RDZV_ENDPOINT": "node7:4711"}
-    config = make_config(cluster={"nodes": 2, "hub_port": 29500})
+    config = make_config(cluster={"nodes": 2, "hub": ":29500"})
     assert hub_place(config, job) == HubPlace(run_dir=str(config.run_dir.absolute()))
     assert hub_place(config, job | {"FLASH_TOKEN": "ab" * 32}) == HubPlace(host="node7", port=29500)
     with pytest.raises(ConfigError, match="FLASH_RDZV_ENDPOINT = 'node7', expected HOST:PORT"):

@@ -58,7 +58,7 @@ def problem(config: Config) -> str:
 
 
 def test_a_run_that_can_be_started_leaves_no_trace(tmp_path: Path) -> None:
-    assert start_problems(make_config(tmp_path, cluster={"hub_host": "127.0.0.1"})) == []
+    assert start_problems(make_config(tmp_path, cluster={"hub": "127.0.0.1:0"})) == []
     assert list(tmp_path.iterdir()) == [tmp_path / "policy"]
 
 
@@ -88,8 +88,8 @@ def test_a_machine_without_a_place_for_temporary_files_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_hub_host_that_leads_nowhere_is_refused(tmp_path: Path, nodes: int) -> None:
-    told = problem(make_config(tmp_path, cluster={"hub_host": "no such host", "nodes": nodes}))
-    assert told.startswith("`cluster.hub_host`: ")
+    told = problem(make_config(tmp_path, cluster={"hub": "no such host:0", "nodes": nodes}))
+    assert told.startswith("`cluster.hub`: ")
     assert "no such host" in told
 
 
@@ -97,33 +97,33 @@ def test_a_hub_host_that_leads_nowhere_is_refused(tmp_path: Path, nodes: int) ->
 @pytest.mark.parametrize("port", [0, 29511])
 def test_a_text_that_no_host_can_have_as_its_name_is_refused_once(tmp_path: Path, host: str, port: int) -> None:
     for nodes in (1, 2):
-        cluster = {"hub_host": host, "hub_port": port, "nodes": nodes}
+        cluster = {"hub": f"{host}:{port}", "nodes": nodes}
         (found,) = start_problems(make_config(tmp_path, cluster=cluster))
-        assert found.key == "cluster.hub_host"
+        assert found.key == "cluster.hub"
         assert host in found.message
 
 
 def test_in_a_job_of_one_node_the_hub_host_is_this_machine(tmp_path: Path) -> None:
     # An address for documentation (RFC 5737), which no machine has.
-    assert "cannot listen at 192.0.2.1:0" in problem(make_config(tmp_path, cluster={"hub_host": "192.0.2.1"}))
-    assert start_problems(make_config(tmp_path, cluster={"hub_host": "192.0.2.1", "nodes": 2})) == []
+    assert "cannot listen at 192.0.2.1:0" in problem(make_config(tmp_path, cluster={"hub": "192.0.2.1:0"}))
+    assert start_problems(make_config(tmp_path, cluster={"hub": "192.0.2.1:0", "nodes": 2})) == []
 
 
 def test_a_hub_port_that_is_taken_is_refused_with_who_has_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = problem(make_config(tmp_path, cluster={"hub_port": port}))
-        assert told.startswith(f"`cluster.hub_port`: port {port} of 127.0.0.1 is in use by process {os.getpid()} (")
+        told = problem(make_config(tmp_path, cluster={"hub": f":{port}"}))
+        assert told.startswith(f"`cluster.hub`: port {port} of 127.0.0.1 is in use by process {os.getpid()} (")
         assert told.endswith("); wait for its end or end it, or choose another port (0 takes any free one)")
         assert (
-            start_problems(make_config(tmp_path, cluster={"hub_port": port, "nodes": 2})) == []
+            start_problems(make_config(tmp_path, cluster={"hub": f":{port}", "nodes": 2})) == []
         )  # the first node's hub says it
-    assert start_problems(make_config(tmp_path, cluster={"hub_port": port})) == []
+    assert start_problems(make_config(tmp_path, cluster={"hub": f":{port}"})) == []
 
 
 def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = make_config(tmp_path, cluster={"hub_port": taken.getsockname()[1]})
+        config = make_config(tmp_path, cluster={"hub": f":{taken.getsockname()[1]}"})
         lock = run_lock(config.run_dir)
         lock.parent.mkdir()
         opened = "open(sys.argv[1], 'a').close(); share(Path(sys.argv[1]))"
@@ -134,7 +134,7 @@ def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_p
             assert process.stdout.readline() == b"\n"
             assert start_problems(config) == []
             process.communicate()
-        assert "`cluster.hub_port`" in problem(config)
+        assert "`cluster.hub`" in problem(config)
 
 
 def test_a_model_whose_files_are_cut_off_or_missing_is_refused(tmp_path: Path) -> None:
@@ -378,10 +378,10 @@ def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
 
 def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(dump(make_config(tmp_path, cluster={"hub_host": "no such host"})))
+    file.write_text(dump(make_config(tmp_path, cluster={"hub": "no such host:0"})))
     for options in ([], ["--dry-run"]):
         assert main(["train", str(file), *options]) == 2
-        assert f"`cluster.hub_host` ({file}): cannot listen at no such host" in capsys.readouterr().err
+        assert f"`cluster.hub` ({file}): cannot listen at no such host" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [tmp_path / "policy", file]
 
 
@@ -400,7 +400,7 @@ def test_what_the_keys_say_and_what_would_stop_the_run_are_told_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(dump(make_config(tmp_path, cluster={"hub_host": "no such host"})))
+    file.write_text(dump(make_config(tmp_path, cluster={"hub": "no such host:0"})))
     wrong = ["train.batch_size=7", "model.path=a--b", f"run.output_dir={'x' * 300}", f"critic.path={'y' * 300}"]
     assert main(["train", str(file), *wrong, "--dry-run"]) == 2
     told = capsys.readouterr().err

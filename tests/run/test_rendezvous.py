@@ -77,7 +77,7 @@ def test_a_hub_that_never_comes_is_a_deadline_which_says_what_was_wrong(tmp_path
 
 def test_hosts_that_share_no_folder_find_the_hub_at_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASH_RDZV_ENDPOINT", "node7:4711")
-    config = make_config(cluster={"nodes": 2, "hub_port": 29500, "gpus_per_node": 0})
+    config = make_config(cluster={"nodes": 2, "hub": ":29500", "gpus_per_node": 0})
     found = find_hub(config, "ab" * 32, lambda address: address)
     assert found == HubAddress("node7", 29500, bytes.fromhex("ab" * 32))
     assert "FLASH_TOKEN" not in os.environ

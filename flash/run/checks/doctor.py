@@ -246,7 +246,7 @@ def port(config: Config | None) -> Finding:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         text = f"port {number} is in use by {port_holder(number)}" if taken else f"port {number}: {error.strerror}"
-        return missing(text, "set cluster.hub_port to a free one, or to 0 for any")
+        return missing(text, "set another port in cluster.hub, or 0 for any free one")
 
 
 def model(config: Config | None) -> Finding:
@@ -303,7 +303,7 @@ def shared(config: Config | None, mounts: Path = MOUNTS) -> Finding:
         return ok(f"{folder} is on {kind}")
     return missing(
         f"{folder} is on {kind}, which other nodes do not see",
-        f"set run.output_dir to a folder that they share, or {TOKEN} and cluster.hub_port (docs/scaling.md)",
+        f"set run.output_dir to a folder that they share, or {TOKEN} and the port in cluster.hub (docs/scaling.md)",
     )
 
 

@@ -221,26 +221,21 @@ def _hub(config: Config) -> Iterator[ConfigProblem]:
     In a job of one node, the host must be this machine and the port free. In a job of several nodes, the hub may run on
     another one, so only the name of the host is resolved.
     """
-    host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
+    cluster, host = config.cluster, config.cluster.hub_host
+    if host is None and cluster.hub_port == 0:
+        return
     try:
-        if host is not None and alone:
-            # Port 0 shows whether the host is this machine, even if the configured port is taken.
-            run_apart(try_listening, host, 0)
+        if cluster.nodes == 1:
+            # Processes of the same run may still hold the port. The launch waits for them, or reports which process
+            # uses the run. Any free port shows whether the host is this machine.
+            port = 0 if in_use(config.run_dir) else cluster.hub_port
+            run_apart(try_listening, host or advertised_host(config), port)
         elif host is not None:
             socket.getaddrinfo(host, None)
     except ConfigError as error:
-        yield ConfigProblem("cluster.hub_host", str(error))
-        return
-    except (OSError, UnicodeError) as error:
-        yield ConfigProblem("cluster.hub_host", f"the host name {host} cannot be resolved: {error}")
-        return
-    # Processes of the same run may still hold the port. The launch waits for them, or reports which process uses the
-    # run.
-    if alone and port and not in_use(config.run_dir):
-        try:
-            run_apart(try_listening, host or advertised_host(config), port)
-        except ConfigError as error:
-            yield ConfigProblem("cluster.hub_port", str(error))
+        yield ConfigProblem("cluster.hub", str(error))
+    except (OSError, UnicodeError, OverflowError) as error:
+        yield ConfigProblem("cluster.hub", f"the host name {host} cannot be resolved: {error}")
 
 
 def changes_without_effect(config: Config) -> list[ConfigProblem]:

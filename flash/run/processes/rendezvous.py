@@ -151,7 +151,7 @@ def address_towards(endpoint: str, resolve: Resolve = _resolve) -> str:
                 return str(place[0])
     raise ConfigError(
         f"{RENDEZVOUS} = {endpoint}: on this machine {first} is {host}, which other machines cannot reach, and it has "
-        "no other address; set cluster.hub_host to an address that they reach"
+        "no other address; set cluster.hub to an address that they reach"
     )
 
 
@@ -191,7 +191,7 @@ async def ask(address: HubAddress, request: Request[ReplyT], seconds: float = AS
         # On another machine than the hub's, no process listens at a loopback address, or one of this machine, which has
         # another token or none. After the hub has proven the token, errors have other causes.
         if not connected and _is_loopback(address.host):
-            error.args = (f"{error} (only nodes on its own machine can join, unless it has a cluster.hub_host)",)
+            error.args = (f"{error} (only nodes on its own machine can join, unless cluster.hub names a host)",)
         raise
 
 
