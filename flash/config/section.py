@@ -155,6 +155,7 @@ REMOVED: dict[str, RemovedKey] = {
     "checkpoint.export": RemovedKey(
         True, "After its last step a run always writes the trained model to its folder model/"
     ),
+    "engine.max_restarts": RemovedKey(3, "cluster.max_restarts also limits the restarts of an engine in a row"),
     "cluster.hub_host": RemovedKey(None, 'cluster.hub = "HOST:PORT" is the address of the hub, also "HOST:0"'),
     "cluster.hub_port": RemovedKey(0, 'cluster.hub = "HOST:PORT" is the address of the hub, also ":PORT"'),
     "deadlines.batch": RemovedKey(3600, "deadlines.step also limits the wait for the groups of a step"),

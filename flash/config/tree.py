@@ -208,9 +208,6 @@ class EngineConfig(Section, frozen=True):
     stream_interval: Positive = 16
     """Number of tokens of a response between two deliveries from the engine to the node. If an engine dies, each of its
     responses loses at most this many tokens."""
-    max_restarts: NonNegative = 3
-    """Largest number of restarts of an engine in a row, after pauses of 1, 2, 4, … s. The count starts again at 0 after
-    the engine has served about ten times as long as its start took."""
     vllm: dict[str, Any] = field(default_factory=dict[str, Any])
     """[Further arguments](scaling.md#engines) for vLLM's `AsyncEngineArgs`."""
 
@@ -328,7 +325,8 @@ class ClusterConfig(Section, frozen=True):
     127.0.0.1 if there is one node and no SLURM. Port 0 is any free one. Set the port if a firewall must let it
     through."""
     max_restarts: NonNegative = 3
-    """Largest number of restarts, both of all trainer ranks together and of each node loop."""
+    """Largest number of restarts: of all trainer ranks together, of each node loop, and [in a
+    row](when-it-fails.md#what-a-run-mends) of each engine."""
     node_cpus: list[NonNegative] | None = None
     """Numbers of the CPU cores that the node loop and engines use. None: all cores."""
     trainer_cpus: list[NonNegative] | None = None

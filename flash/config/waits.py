@@ -145,12 +145,12 @@ def hang_s(config: Config) -> float:
 def engine_return_s(config: Config) -> float:
     """Return the seconds that a node may be without an engine that samples, from the death of its last one.
 
-    Each of the `engine.max_restarts` restarts can end in another death, at the latest while the engine loads its
+    Each of the `cluster.max_restarts` restarts can end in another death, at the latest while the engine loads its
     weights.
     """
     # One restart: end the dead engine, pause, start, and load the newest version.
     once = config.deadlines.close + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
-    return config.engine.max_restarts * once
+    return config.cluster.max_restarts * once
 
 
 def lease_s(config: Config) -> float:

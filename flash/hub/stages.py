@@ -39,7 +39,7 @@ class Stage(Enum):
     REPEATING = (f"{RANKS} to train step {{step}} again", RANKS, "step")
     """The ranks train steps again that were lost with an incarnation."""
     STARTING = ("an engine to start and to load its first version", "vLLM's output, and deadlines.engine_start")
-    RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and engine.max_restarts")
+    RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and cluster.max_restarts")
     """All engines have died, and new engines start in their places."""
     BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "step")
     STEP = (f"{RANKS} to finish step {{step}}", RANKS, "step")

@@ -135,7 +135,7 @@ class RolloutNode:
             max_concurrent=MAX_EPISODES if most == "auto" else most,
         )
         self._reports = NodeReports(self._hub, self._proxy, self._scheduler, now=now, blocked_s=blocked_s)
-        restarts = config.engine.max_restarts
+        restarts = config.cluster.max_restarts
         self._supervisor = EngineSupervisor(
             self._places, self._proxy, self._hub, self._reports, now=now, max_restarts=restarts
         )

@@ -166,7 +166,7 @@ class EngineSupervisor:
         hub: announces versions.
         reports: sends swaps, deaths and restarts to the hub.
         now: returns the present time in Unix seconds.
-        max_restarts: largest number of restarts of a place in a row (`engine.max_restarts`).
+        max_restarts: largest number of restarts of a place in a row (`cluster.max_restarts`).
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class EngineSupervisor:
         if restart is not None:
             count = f"{restart.number} of {self._max_restarts} restarts in a row"
             return f"It starts again in {restart.pause_s:g} s ({count})"
-        spent = f"engine.max_restarts is {self._max_restarts}"
+        spent = f"cluster.max_restarts is {self._max_restarts}"
         if any(each.open for each in self._places):
             return f"The run goes on without it: {spent}"
         return f"It was the last one of node {self._hub.node}, which ends with it: {spent}"

@@ -38,6 +38,7 @@ def file(tmp_path: Path) -> Path:
             for hub in (":70000", "node1", "node1:", "node1:-1", "node1:x")
         ),
         ("cluster.hub_port=29500", "`cluster.hub_port` (setting): this key was removed. cluster.hub = "),
+        ("engine.max_restarts=9", "`engine.max_restarts` (setting): this key was removed. cluster.max_restarts also"),
         ("cluster.hub_host=node1", "`cluster.hub_host` (setting): this key was removed. cluster.hub = "),
         (
             "rollout.selection=pass_rate",

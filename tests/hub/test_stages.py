@@ -118,7 +118,7 @@ async def test_a_publication_outlasts_what_a_swap_may_take(swap: str, drained: f
     assert waits.taken_s(config) > waits.first_version_s(config) > waits.new_version_s(config)
     assert waits.batch_s(config) > waits.first_version_s(config) + config.deadlines.step
     back = waits.engine_return_s(config)
-    assert back > config.engine.max_restarts * (config.deadlines.engine_start + waits.new_version_s(config))
+    assert back > config.cluster.max_restarts * (config.deadlines.engine_start + waits.new_version_s(config))
     assert waits.batch_s(config) > back + config.deadlines.step
 
 

@@ -371,7 +371,7 @@ def test_a_dead_engine_ends_the_node_with_its_reason_and_blames_no_sample(how: s
     # Samples in flight, and the samples that an engine may fail before it counts as dead, are within the breaker.
     breaker = 1 if how == "killed" else MAX_FAILED_IN_A_ROW
     rollout = {"retries": 0, "breaker": breaker, "max_concurrent": 4}
-    world = World(make_config(rollout=rollout, engine={"max_restarts": 0}))
+    world = World(make_config(rollout=rollout, cluster={"max_restarts": 0}))
 
     async def killed() -> None:
         async with anyio.create_task_group() as group:
@@ -389,7 +389,7 @@ def test_a_dead_engine_ends_the_node_with_its_reason_and_blames_no_sample(how: s
     assert [
         note
         for note in world.observer.notes
-        if "the last one of node 0, which ends with it: engine.max_restarts is 0" in note
+        if "the last one of node 0, which ends with it: cluster.max_restarts is 0" in note
     ]
 
 

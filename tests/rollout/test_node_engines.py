@@ -186,8 +186,8 @@ def test_law_3_holds_in_every_mode_of_swapping(mode: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "abort", "drain"])
 def test_a_run_goes_on_without_the_engines_that_die_and_loses_nothing(mode: str) -> None:
-    never = {"max_sequences": SLOTS, "max_restarts": 0}
-    world = World(config(rollout={"swap": mode}, run={"steps": 6}, engine=never), engines=[engine] * 3)
+    never = {"max_restarts": 0}
+    world = World(config(rollout={"swap": mode}, run={"steps": 6}, cluster=never), engines=[engine] * 3)
 
     async def killed() -> Any:
         ends: list[Any] = []
@@ -214,7 +214,7 @@ def test_a_dead_engines_tokens_are_kept_and_its_node_stops_listing_it() -> None:
         hub = FakeHub(2 * SLOTS)
         fakes = [engine(text="abcdefghij"), engine(text="abcdefghij")]
         async with anyio.create_task_group() as group:
-            group.start_soon(node_of(hub, fakes, engine={"max_sequences": SLOTS, "max_restarts": 0}).run)
+            group.start_soon(node_of(hub, fakes, cluster={"max_restarts": 0}).run)
             await anyio.sleep(2.7)
             fakes[0].kill()
         assert [len(report.engines) for report in hub.reports] == [2, 2, 1, 1]

@@ -188,8 +188,8 @@ def test_engines_that_are_killed_while_they_start_for_the_first_time_are_started
 
 def test_a_run_waits_for_first_engines_that_are_killed_again_and_again_as_long_as_they_have_restarts() -> None:
     slow = {"engine_start": 40.0, "swap": 1.0, "request": 5.0, "generate": 50.0, "step": 100.0}
-    many = {"max_sequences": SLOTS, "max_restarts": 20}
-    one = World(config(run={"steps": 2}, engine=many, deadlines=slow), engines=[ends_of_starts(*[SHOT] * 12)])
+    many = {"max_restarts": 20}
+    one = World(config(run={"steps": 2}, cluster=many, deadlines=slow), engines=[ends_of_starts(*[SHOT] * 12)])
     end = run_with(one)
     nothing_is_lost(one, end, steps=2)
     assert one.took > 12 * START_S + 300
@@ -215,7 +215,7 @@ def test_a_node_leaves_when_its_only_engine_is_killed_at_every_start() -> None:
 
 
 def test_a_node_leaves_when_the_restarts_of_its_last_engine_are_used_up() -> None:
-    one = world(2, engine={"max_sequences": SLOTS, "max_restarts": 1}, rollout={"retries": 0, "breaker": 1})
+    one = world(2, cluster={"max_restarts": 1}, rollout={"retries": 0, "breaker": 1})
 
     def kill(index: int) -> Callable[[], object]:
         return lambda: one.engines[index].kill()
@@ -227,7 +227,7 @@ def test_a_node_leaves_when_the_restarts_of_its_last_engine_are_used_up() -> Non
     assert follows == [
         "It starts again in 1 s (1 of 1 restarts in a row)",
         "engine 0 is back after 8 s",
-        "The run goes on without it: engine.max_restarts is 1",
+        "The run goes on without it: cluster.max_restarts is 1",
         "It starts again in 1 s (1 of 1 restarts in a row)",
         "engine 1 is back after 8 s",
         "It was the last one of node 0",
@@ -260,7 +260,7 @@ def test_laws_2_and_3_hold_whenever_engines_die(
     one = world(
         engines,
         run={"steps": STEPS},
-        engine={"max_sequences": SLOTS, "max_restarts": 100},
+        cluster={"max_restarts": 100},
         rollout={"swap": swap, "barriers": [] if replicate else ["group"], "retries": 0, "breaker": 1000},
         train={"async_ratio": alpha},
     )

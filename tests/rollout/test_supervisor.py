@@ -151,7 +151,7 @@ def restarts(number: int, most: int, pause_s: int, death: str = KILLED) -> str:
 
 def was_last(most: int, death: str = KILLED) -> str:
     """The note of a death after which no engine is left."""
-    return f"{death}. It was the last one of node 0, which ends with it: engine.max_restarts is {most}"
+    return f"{death}. It was the last one of node 0, which ends with it: cluster.max_restarts is {most}"
 
 
 def test_an_engine_comes_back_after_a_pause_and_a_start_until_its_restarts_are_used_up() -> None:

@@ -272,7 +272,7 @@ def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
         "train.batch_size": group * groups,
         "train.minibatches": dice.choice([1, 1, 2]) if groups % 2 == 0 else 1,
         "engine.count": dice.choice([1, 1, 2]),
-        "engine.max_restarts": dice.choice([1, 3]),
+        "cluster.max_restarts": dice.choice([1, 3]),
         "eval.every": dice.choice([0, 1, 2]),
         "eval.problems": dice.randint(1, 4),
         "checkpoint.every": dice.choice([1, 2, 3, 10, 10]),
