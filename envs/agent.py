@@ -428,13 +428,6 @@ class Agent:
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
-        if pending.place.begins and self._episode.branches_left < 1:
-            self._limited = True
-            message = (
-                "The messages do not go on from what was said, and the episode has had all its branches "
-                "(rollout.max_branches)."
-            )
-            return ApiError(400, message, "branches_exhausted", "messages")
         try:
             if not pending.place.answers:
                 self._episode.offer(pending.call.request.tools)

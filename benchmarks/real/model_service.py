@@ -59,7 +59,6 @@ SETTINGS = EpisodeSettings(
     max_new_tokens=ANSWER_TOKENS,
     max_length=100_000,
     max_turns=TURNS,
-    max_branches=8,
     step_s=600,
     close_s=60,
     generate_s=600,

@@ -374,7 +374,7 @@ def _shaping(config: Config) -> Iterator[ConfigProblem]:
         if isinstance(shaping, Overlong) and shaping.limit > longest:
             message = (
                 f"expected at most {longest}, the longest that the responses of a sample get (rollout.max_new_tokens · "
-                f"rollout.max_turns, and model.max_length · rollout.max_branches), got {shaping.limit}"
+                f"rollout.max_turns), got {shaping.limit}"
             )
             yield ConfigProblem(f"{key}.limit", message)
         if isinstance(shaping, LengthPenalty) and rollout.group_size == 1:
@@ -384,7 +384,7 @@ def _shaping(config: Config) -> Iterator[ConfigProblem]:
 def _longest_sample(config: Config) -> int:
     """Return the largest number of response tokens of a sample, over all turns and all branches (its sequences)."""
     rollout = config.rollout
-    return min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length * rollout.max_branches)
+    return rollout.max_new_tokens * rollout.max_turns
 
 
 def _rhythm(config: Config) -> Iterator[ConfigProblem]:

@@ -110,7 +110,10 @@ REMOVED: dict[str, RemovedKey] = {
         "the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
     ),
     "rollout.max_episode_tokens": RemovedKey(
-        None, "rollout.max_branches branches of at most model.max_length tokens are the limit of an episode"
+        None, "rollout.max_turns responses of at most rollout.max_new_tokens tokens are the limit of an episode"
+    ),
+    "rollout.max_branches": RemovedKey(
+        16, "Each branch of an episode has a response of its own, so rollout.max_turns also limits the branches"
     ),
     "rollout.quarantine": RemovedKey(
         16, "After a quarter of rollout.breaker samples of one kind, problems of this kind are left out"

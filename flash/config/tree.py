@@ -126,7 +126,7 @@ class RolloutConfig(Section, frozen=True):
     max_new_tokens: Positive = 1024
     """Largest length of one response, in tokens. In an episode of several turns it limits each response."""
     max_turns: Positive = 64
-    """Number of responses after which an episode is truncated."""
+    """Number of responses after which an episode is truncated, over all its [branches](agents.md#history)."""
     swap: Literal["recompute", "keep", "abort", "drain"] = "recompute"
     """Treatment of running sequences when an engine loads [new weights](asynchrony.md#weights-and-running-sequences):
     recompute their KV cache, keep the old cache, abort and resend them, or drain (wait until they end)."""
@@ -152,9 +152,6 @@ class RolloutConfig(Section, frozen=True):
     `batch`: the samples of the next batch start only when all samples of the last one have ended. `group`: the samples
     of a group go to one node together and wait for each other. `turn`: all episodes of a node generate together and
     then step together. Empty: each sample goes on by itself."""
-    max_branches: Positive = 16
-    """Largest number of sequences (branches) of one agent episode. A request that would begin a further one is
-    refused."""
     temperature: Temperature = 1.0
     """Temperature of sampling. The trainer computes its log-probs at the same temperature."""
     top_k: TopK = 0

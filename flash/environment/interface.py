@@ -224,19 +224,11 @@ class NextResponse(Protocol):
 
 
 class RemainingRoom(Protocol):
-    """The part of `EpisodeView` with the turns, branches and tokens that the limits of the run still allow.
-
-    A branch is one of the sequences of tokens that an episode has if it goes on from an earlier place (`go_on`).
-    """
+    """The part of `EpisodeView` with the turns and tokens that the limits of the run still allow."""
 
     @property
     def turns_left(self) -> int:
         """Number of responses that may still follow."""
-        ...
-
-    @property
-    def branches_left(self) -> int:
-        """Number of branches that may still begin."""
         ...
 
     async def prepare(self, observation: Observation) -> None:

@@ -461,7 +461,11 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["rollout.max_episode_tokens=40000"],
-            "`rollout.max_episode_tokens` (setting): this key was removed. rollout.max_branches branches of at most",
+            "`rollout.max_episode_tokens` (setting): this key was removed. rollout.max_turns responses of at most",
+        ),
+        (
+            ["rollout.max_branches=32"],
+            "`rollout.max_branches` (setting): this key was removed. Each branch of an episode has a response of its",
         ),
         (
             ["train.max_tokens_per_microbatch=4095"],

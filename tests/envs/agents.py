@@ -29,7 +29,6 @@ SETTINGS = EpisodeSettings(
     max_new_tokens=24,
     max_length=4000,
     max_turns=8,
-    max_branches=8,
     step_s=20,
     close_s=20,
     generate_s=20,

@@ -563,8 +563,8 @@ async def begins_anew(base_url: str, api_key: str, task: str) -> str:
     return "never"
 
 
-def test_branches_have_a_limit_too() -> None:
-    played = trajectory("begins_anew", max_branches=3)
+def test_the_limit_of_responses_is_one_of_branches_too() -> None:
+    played = trajectory("begins_anew", max_turns=3)
     assert (played.outcome, played.reward, len(played.branches)) == (Outcome.TRUNCATED, 0.0, 3)
 
 

@@ -361,8 +361,7 @@ def echo(request: ResponseRequest) -> list[int]:
 
 
 async def test_fifty_requests_at_once_get_their_own_answers() -> None:
-    limits = {"max_turns": 100, "max_branches": 100}
-    played = await trained_in_any_order("asks_at_once", Policy(echo, seconds=0.1), **limits)
+    played = await trained_in_any_order("asks_at_once", Policy(echo, seconds=0.1), max_turns=100)
     assert (played.outcome, len(played.turns), len(played.branches)) == (Outcome.OK, 50, 50)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import pytest
 
 from envs.agent import ENDPOINT
 from flash.branches import spans_by_turn
@@ -153,10 +152,9 @@ def test_where_episodes_go_in_step_nothing_is_sampled_ahead() -> None:
     assert [start - starts[0] for start in starts] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("limit", [{"max_branches": 2}, {"max_turns": 3}])
-def test_limits_hold_for_what_is_asked_at_once(limit: dict[str, int]) -> None:
+def test_the_limit_of_responses_holds_for_what_is_asked_at_once() -> None:
     policy = Policy(echo)
-    played = run_virtual(lambda: play(make(f"{__name__}:is_refused"), policy, **limit))
+    played = run_virtual(lambda: play(make(f"{__name__}:is_refused"), policy, max_turns=3))
     assert isinstance(played, Trajectory), played
     assert len(played.turns) == len(policy.said) == 3, "nothing is sampled that the limits refuse"
 

@@ -159,7 +159,7 @@ def _well_formed(path: str, reply: httpx.Response, body: bytes) -> bool:
         assert error.keys() == {"message", "type", "param", "code"}, body[:200]
         code = error["code"]
     assert 400 <= reply.status_code < 500, (body[:200], error)
-    assert code not in ("turns_exhausted", "branches_exhausted", "invalid_api_key"), (body[:200], error)
+    assert code not in ("turns_exhausted", "invalid_api_key"), (body[:200], error)
     return False
 
 
@@ -171,7 +171,7 @@ def test_whatever_is_asked_is_answered_or_refused_and_the_episode_goes_on(tmp_pa
 
     async def main() -> None:
         policy = Policy(lambda _: said, seconds=0.0, ends=(end,))
-        many = {"max_turns": 10_000, "max_branches": 10_000, "max_length": 20_000}
+        many = {"max_turns": 10_000, "max_length": 20_000}
         played = await play(make(f"{__name__}:attacks"), policy, tokenizer=tokenizer, max_new_tokens=24, **many)
         assert isinstance(played, Trajectory), repr(played)[-3000:]
         assert played.outcome == Outcome.OK

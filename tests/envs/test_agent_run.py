@@ -58,7 +58,6 @@ def world(alpha: float = 1.0, **more: Any) -> World:
         run={"steps": 5},
         model={"max_length": 400},
         train={"async_ratio": alpha},
-        rollout={"max_branches": 4},
         deadlines={"env_step": 60.0},
     )
 

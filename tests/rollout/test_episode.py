@@ -39,7 +39,6 @@ SETTINGS = EpisodeSettings(
     max_new_tokens=8,
     max_length=200,
     max_turns=10,
-    max_branches=3,
     step_s=20,
     close_s=30,
     generate_s=40,
@@ -617,13 +616,13 @@ class Branching(Env):
 
     def inform(self, episode: EpisodeView) -> None:
         self.episode = episode
-        self.left: list[tuple[int, int]] = []
+        self.left: list[int] = []
 
     async def step(self, action: str) -> Any:
         result = await super().step(action)
         if self._places:
             self.episode.go_on(*self._places.pop(0))
-            self.left.append((self.episode.branches_left, self.episode.room(result[0])))
+            self.left.append(self.episode.room(result[0]))
         return result
 
 
@@ -643,11 +642,7 @@ def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_promp
     )
     prompts = ["".join(map(chr, request.prompt)).replace("\0", "0") for request in script.calls]
     assert prompts == ["start", "starta0|more", "starta0|other", "starta0|otherd0|on"]
-    assert env.left == [
-        (2, 200 - len("starta0|more")),
-        (2, 200 - len("starta0|other")),
-        (1, 200 - len("starta0|otherd0|on")),
-    ]
+    assert env.left == [200 - len(prompt) for prompt in ("starta0|more", "starta0|other", "starta0|otherd0|on")]
 
 
 class Impatient(Branching):

@@ -30,7 +30,7 @@ from tests.envs.agents import ASSISTANT as SPEAKS
 from tests.envs.agents import END, ROLES, ByteTokenizer
 from tests.envs.forms import ADD
 
-ENOUGH = EpisodeLimits(max_length=1 << 20, max_turns=1 << 20, max_branches=1 << 20, max_new_tokens=1 << 20)
+ENOUGH = EpisodeLimits(max_length=1 << 20, max_turns=1 << 20, max_new_tokens=1 << 20)
 WORDS = st.sampled_from(["a", "b", "ab", ""])
 OFFER = Message("system", "tools")
 ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}

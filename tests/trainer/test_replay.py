@@ -176,7 +176,7 @@ def test_log_probs_and_gradients_are_those_of_the_experts_that_were_told(recompu
 
 def two_turns(engine: HfEngine, number: int, *, told: bool = True) -> Trajectory:
     """Return an episode of two responses. They report their experts unless `told` is False."""
-    limits = EpisodeLimits(max_length=64, max_turns=2, max_branches=1, max_new_tokens=8)
+    limits = EpisodeLimits(max_length=64, max_turns=2, max_new_tokens=8)
     transcript = Transcript(CharTokenizer(), limits)
     rng = np.random.default_rng(number // 4)
     for count in (7, 6):
@@ -202,7 +202,7 @@ def test_a_run_with_replay_trains_closer_to_what_its_engine_sampled(tmp_path: Pa
 
 def test_a_response_is_not_computed_again_for_what_was_told_before() -> None:
     first = Completion([5, 6], [0.0, 0.0], [VersionRun(0, 2)], "stop", None, Routes.of(np.full((3, 1, 2), 1)))
-    limits = EpisodeLimits(max_length=64, max_turns=3, max_branches=2, max_new_tokens=8)
+    limits = EpisodeLimits(max_length=64, max_turns=3, max_new_tokens=8)
     transcript = Transcript(CharTokenizer(), limits)
     transcript.add_observation([1, 2])
     transcript.add_response(first)

@@ -135,12 +135,11 @@ class ResponsesAhead:
     def _fits(self) -> bool:
         """Return True if the limits allow one more response.
 
-        Each response that the episode has not taken, finished or not, is counted as a branch of its own. So sampling
-        ahead never uses up a limit that the episode would need for its own next response.
+        Each response that the episode has not taken, finished or not, is counted. So sampling ahead never uses up the
+        turn that the episode would need for its own next response.
         """
         # The episode itself waits for one response, which is not in `_responses`.
-        not_taken = len(self._responses) + 1
-        return min(self._transcript.turns_left, self._transcript.branches_left) > not_taken
+        return self._transcript.turns_left > len(self._responses) + 1
 
     def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
         """Start to sample the response to an expected observation with this prompt, if the limits allow it.

@@ -94,7 +94,6 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
             max_new_tokens=config.rollout.max_new_tokens,
             max_length=config.model.max_length,
             max_turns=config.rollout.max_turns,
-            max_branches=config.rollout.max_branches,
             step_s=config.deadlines.env_step,
             close_s=config.deadlines.close,
             generate_s=config.deadlines.generate,

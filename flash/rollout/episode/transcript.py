@@ -69,8 +69,6 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of tokens of a branch, observations and responses together."""
     max_turns: int
     """Number of responses, over all branches, after which an episode is truncated."""
-    max_branches: int
-    """Largest number of branches of an episode."""
     max_new_tokens: int
     """Largest number of tokens of a response."""
 
@@ -230,11 +228,6 @@ class Transcript:
     def turns_left(self) -> int:
         """Number of responses that may still follow."""
         return self.limits.max_turns - sum(len(branch.spans) for branch in self.branches)
-
-    @property
-    def branches_left(self) -> int:
-        """Number of branches that may still begin."""
-        return self.limits.max_branches - len(self.branches)
 
     def tokens_left(self) -> int:
         """Return the number of tokens that the next observation and the response to it may have together.

@@ -92,11 +92,6 @@ class TranscriptView:
         """Number of responses that may still follow."""
         return self._transcript.turns_left
 
-    @property
-    def branches_left(self) -> int:
-        """Number of branches that may still begin."""
-        return self._transcript.branches_left
-
     async def prepare(self, observation: Observation) -> None:
         """Render a large observation that may be shown next, in a thread, so that `room` returns at once.
 
