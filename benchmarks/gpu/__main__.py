@@ -1,12 +1,12 @@
 """`python -m benchmarks.gpu [PART …] [--model FOLDER] [--quick] [--json FILE]`: checks that need one NVIDIA GPU.
 
 `mfu`: training steps of a model of the size of Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a
-processor in float32. `memory`: the most memory of the card, beside the memory that `flash plan` predicts; also adapters
-for a model of eight billion weights. `job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer
-share the card, with weights over `ipc`: the canary over 20 swaps, and the seconds of a swap. The second runs a model of
-your own, of --model. `engine`: tokens per second through the whole rollout path, beside a bare vLLM. `lora`,
-`speculation`, `filters`, `moved`, `weights-moved`, `deltas`, `fp8`, `routing`: runs with adapters, drafts, top-k and
-top-p, parts in the host's memory, only changed weights sent, weights in eight bits, replayed experts.
+processor in float32. `memory`: the most memory of the card, beside the memory that `flash plan` predicts. `job-tiny`,
+`job-model`: a whole run of `flash train` whose engine and trainer share the card, with weights over `ipc`: the canary
+over 20 swaps, and the seconds of a swap. The second runs a model of your own, of --model. `engine`: tokens per second
+through the whole rollout path, beside a bare vLLM. `lora`, `speculation`, `filters`, `moved`, `weights-moved`,
+`deltas`, `fp8`, `routing`: runs with adapters, drafts, top-k and top-p, parts in the host's memory, only changed
+weights sent, weights in eight bits, replayed experts.
 
 Without names all parts run, in about a quarter of an hour on one card, `job-model` only with --model. When a part
 fails, its error is printed and the other parts run. Rows are written to outputs/gpu-check.json by default. Without a

@@ -156,19 +156,18 @@ def apart(call: Callable[[Any], Result], argument: Any) -> Result:
         return pool.submit(call, argument).result()
 
 
-def save_random(what: tuple[Shape, str, Dtype, bool]) -> None:
+def save_random(what: tuple[Shape, str, Dtype]) -> None:
     """Save a model with random weights, in a process of `apart`, since it changes torch's default dtype.
 
-    `what` is the model's shape, its folder, its dtype, and True to make it on the card.
+    `what` is the model's shape, its folder and its dtype.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape, folder, dtype, gpu = what
+    shape, folder, dtype = what
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
-    with torch.device("cuda" if gpu else "cpu"):
-        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +280,7 @@ def mfu_rows(sizes: Sizes) -> list[Row]:
     from flash.trainer.performance import peak_flops
 
     with tempfile.TemporaryDirectory() as folder:
-        apart(save_random, (sizes.shape, folder, "bfloat16", False))
+        apart(save_random, (sizes.shape, folder, "bfloat16"))
         work = Work(
             folder=folder,
             dtype="bfloat16" if sizes.gpu else "float32",
@@ -320,7 +319,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
     shape = MIDDLE if sizes.gpu else sizes.shape
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        apart(save_random, (shape, folder, "float32", False))
+        apart(save_random, (shape, folder, "float32"))
 
         def gradient(name: str, dtype: Dtype, *, gpu: bool) -> dict[str, Tensor]:
             """Compute a gradient in a process of its own, and return it by parameter."""
@@ -372,10 +371,6 @@ LEVERS: dict[str, dict[str, dict[str, Any]]] = {
     "adapters": {"train": RECOMPUTED, "lora": {"rank": 32}},
 }
 """Ways to save memory, as tables of a configuration."""
-LARGE = qwen3(36, 4096, 12_288, 32, 8, 128, 151_936)
-"""Shape of Qwen3-8B, except that its output layer is tied to the embeddings."""
-ON_LARGE = ("adapters",)
-"""Levers that are measured on the large model, which without them does not fit on the card."""
 MOVED = ("moved", "weights moved")
 """Levers that move parts to the host's memory. Their steps are compared with those of "recomputed"."""
 ALIKE = 1e-3
@@ -385,39 +380,37 @@ ALIKE = 1e-3
 def memory_rows(sizes: Sizes) -> list[Row]:
     """Return the rows of the part `memory`: the peak of a card's memory, compared with the prediction of `flash plan`.
 
-    Each lever is measured on the model of `mfu`, and adapters on a large one on a card. The steps themselves are
-    compared, too: the place where weights and moments are stored must not change a step.
+    Each lever is measured on the model of `mfu`. The steps themselves are compared, too: the place where weights and
+    moments are stored must not change a step.
     """
     rows: list[Row] = []
-    shapes = {"small": sizes.shape} | ({"8 B": LARGE} if sizes.gpu else {})
     longest = sizes.length[1]
-    for name, shape in shapes.items():
-        with tempfile.TemporaryDirectory() as folder:
-            apart(save_random, (shape, folder, "bfloat16", sizes.gpu))
-            steps: dict[str, list[float]] = {}  # loss, entropy and gradient norm of each step, by lever
-            for lever in LEVERS if shape is sizes.shape else ON_LARGE:
-                full = {"max_tokens_per_microbatch": 8192 if sizes.gpu else 16 * longest}
-                work = Work(
-                    folder=folder,
-                    dtype="bfloat16" if sizes.gpu else "float32",
-                    gpu=sizes.gpu,
-                    vocabulary=shape["vocab_size"],
-                    groups=4,
-                    answers=(longest - 8, longest),
-                    steps=2,
-                    tables=LEVERS[lever] | {"train": LEVERS[lever].get("train", {}) | full},
-                )
-                found, planned = apart(train_steps, work), apart(planned_bytes, work)
-                peak = found.peak_bytes
-                steps[lever] = [one[name] for one in found.metrics for name in ("loss", "entropy", "grad_norm")]
-                rows.append(Row(f"{name}, {lever}", "peak_gib", "GiB", peak / GIB, planned / GIB))
-                if sizes.gpu:
-                    rows.append(Row(f"{name}, {lever}", "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
-                if lever in MOVED:
-                    pairs = zip(steps[lever], steps["recomputed"], strict=True)
-                    # Losses are sums of numbers of either sign, so near 0, where a relative error says nothing.
-                    error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
-                    rows.append(Row(f"{name}, {lever}", "step_error", "share", error, at_most=ALIKE))
+    full = {"max_tokens_per_microbatch": 8192 if sizes.gpu else 16 * longest}
+    steps: dict[str, list[float]] = {}  # loss, entropy and gradient norm of each step, by lever
+    with tempfile.TemporaryDirectory() as folder:
+        apart(save_random, (sizes.shape, folder, "bfloat16"))
+        for lever, tables in LEVERS.items():
+            work = Work(
+                folder=folder,
+                dtype="bfloat16" if sizes.gpu else "float32",
+                gpu=sizes.gpu,
+                vocabulary=sizes.shape["vocab_size"],
+                groups=4,
+                answers=(longest - 8, longest),
+                steps=2,
+                tables=tables | {"train": tables.get("train", {}) | full},
+            )
+            found, planned = apart(train_steps, work), apart(planned_bytes, work)
+            peak = found.peak_bytes
+            steps[lever] = [one[name] for one in found.metrics for name in ("loss", "entropy", "grad_norm")]
+            rows.append(Row(lever, "peak_gib", "GiB", peak / GIB, planned / GIB))
+            if sizes.gpu:
+                rows.append(Row(lever, "plan_error", "share", abs(planned / peak - 1), at_most=NEAR))
+            if lever in MOVED:
+                pairs = zip(steps[lever], steps["recomputed"], strict=True)
+                # Losses are sums of numbers of either sign, so near 0, where a relative error says nothing.
+                error = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
+                rows.append(Row(lever, "step_error", "share", error, at_most=ALIKE))
     return rows
 
 

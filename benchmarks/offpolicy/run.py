@@ -182,9 +182,8 @@ def measure(args: Args, train_cells: Callable[[list[Cell]], Iterable[CellEnd]] =
     `benchmarks.form.main` calls this. Tests replace `train_cells`.
     """
     options, setting = args.own, QUICK if args.quick else SETTING
-    for name in ("learning_rate", "steps"):
-        if (value := getattr(options, name)) is not None:
-            setting = msgspec.structs.replace(setting, **{name: value})
+    if options.learning_rate is not None:
+        setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
     cells = grid(
         setting,
         options.methods or (QUICK_METHODS if args.quick else [method.key for method in METHODS]),
@@ -221,7 +220,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alphas", nargs="+", type=int, metavar="N", help="ages of the data, in versions")
     parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds")
     parser.add_argument("--learning-rate", type=float, metavar="R", help="learning rate of all cells")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of all cells")
     parser.add_argument("--budgets", nargs="+", type=float, default=(0,), help="budgets of algorithm.lag; 0: none")
     parser.add_argument("--mixed", action="store_true", help="every batch has tokens of all ages up to alpha")
     long = "beside them, a third of each batch are long answers, sampled during so many versions"

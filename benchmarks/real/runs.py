@@ -131,13 +131,9 @@ def rows_of(
         runs = [each[mode] for each in rounds]
         figures = (
             ("seconds", "s", [one.seconds for one in runs]),
-            ("trainer_busy_share", "share", [1 - one.summary["trainer_wait_share"] for one in runs]),
-            ("engine_busy_share", "share", [1 - one.summary["engine_idle_share"] for one in runs]),
             ("trainer_step_s_per_step", "s", [one.mean("trainer_step_s") for one in runs]),
             ("trainer_wait_s_per_step", "s", [one.mean("trainer_wait_s") for one in runs]),
-            ("samples", "samples", [one.summary["samples"] for one in runs]),
             ("mean_age", "versions", [one.mean("age_mean") for one in runs]),
-            ("oldest_trained_age", "versions", [one.summary["max_age"] for one in runs]),
             ("final_accuracy", "share", [final[mode].mean]),
             ("final_accuracy_low", "share", [final[mode].low]),
             ("final_accuracy_high", "share", [final[mode].high]),
@@ -231,18 +227,13 @@ def async_vs_sync(args: Args) -> list[Row]:
     + training) / max(generation, training), from the synchronous run: no schedule of the same work on these two cores
     is faster. It is 2 at equal halves, if neither core slows the other one down; another row says how far that holds.
     """
-    prompts, tried = balanced(args)
-    runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30, prompts)
+    runs = one_round("async_vs_sync", STREAMED, 0, 8 if args.quick else 30, balanced(args))
     generation, training = halves(runs["α = 0"])
     bound = (generation + training) / max(generation, training)
     rows = rows_of(STREAMED, [runs], goals={"α = 0, streamed": 1.5, "α = 1": 1.6})
-    paddings = [
-        Row(f"{padding} tokens of padding", "training_over_generation", "ratio", ratio)
-        for padding, ratio in tried.items()
-    ]
     replace = msgspec.structs.replace
     cores = Row("both cores at once over one core", "capacity", "x", statistics.median(capacity() for _ in range(5)))
-    return [*(replace(row, bound=bound) if row.metric == "speedup" else row for row in rows), cores, *paddings]
+    return [*(replace(row, bound=bound) if row.metric == "speedup" else row for row in rows), cores]
 
 
 def capacity() -> float:
@@ -266,19 +257,18 @@ def products_per_s(core: int) -> float:
     return products / (time.perf_counter() - start)
 
 
-def balanced(args: Args, train: Train = train) -> tuple[list[str], dict[int, float]]:
+def balanced(args: Args, train: Train = train) -> list[str]:
     """Return the overrides of the prompts with which the two halves of a synchronous step are most equal.
 
-    Also returns training ÷ generation by the numbers of tokens that were tried. `PaddedArithmetic` says why longer
-    prompts make training heavier. A short form of the benchmark tries one number. Each number has a model of its own,
-    which is made once. Tests replace `train`.
+    `PaddedArithmetic` says why longer prompts make training heavier. A short form of the benchmark tries one number of
+    tokens. Each number has a model of its own, which is made once. Tests replace `train`.
     """
 
     def overrides(padding: int) -> list[str]:
         """Return the overrides of prompts with so much padding."""
         return [f"env.options.padding={padding}", f"model.path=outputs/models/bench-padded-{padding}"]
 
-    tried: dict[int, float] = {}
+    tried: dict[int, float] = {}  # training ÷ generation, by the number of tokens
     padding = FIRST_PADDING
     while padding not in tried and len(tried) < (1 if args.quick else MOST_TRIES):
         probe = [*PINNED, *ALPHA_0, *overrides(padding), "run.steps=8"]
@@ -288,7 +278,7 @@ def balanced(args: Args, train: Train = train) -> tuple[list[str], dict[int, flo
             break
         # Both halves grow with the prompts, so the ratio grows less than the tokens of a sample do.
         padding = min(MOST_PADDING, max(0, round((padding + 10) / tried[padding] ** 2) - 10))
-    return overrides(min(tried, key=lambda padding: abs(tried[padding] - 1))), tried
+    return overrides(min(tried, key=lambda padding: abs(tried[padding] - 1)))
 
 
 def halves(run: Measured) -> tuple[float, float]:
@@ -305,8 +295,6 @@ FITTED: Modes = {
     "async, half the batch": ["train.async_ratio=1", "train.batch_size=128"],
 }
 """Modes of `calibration`. The constants are fitted to the first one."""
-UNITS = {"prefill_s": "s/token", "sequence_s": "s/sequence", "train_token_s": "GPU·s/token"}
-"""Units of the fitted constants that are no seconds."""
 
 
 def calibration(args: Args) -> list[Row]:
@@ -322,9 +310,8 @@ def calibration(args: Args) -> list[Row]:
         for number, (case, overrides) in enumerate(FITTED.items())
     }
     first = next(iter(folders.values()))
-    fitted = calibrate(first)
     table = first / "fitted.toml"
-    table.write_text(fitted.toml())
+    table.write_text(calibrate(first).toml())
     rows: list[Row] = []
     for case, folder in folders.items():
         measured = measured_step_s(by_step(RunDirectory(folder).read_metrics()))
@@ -332,11 +319,6 @@ def calibration(args: Args) -> list[Row]:
         rows += [
             Row(case, "step_s", "s", simulated, measured),
             Row(case, "relative_error", "share", abs(simulated / measured - 1), at_most=0.1),
-        ]
-    for part in fitted.parts:
-        rows.append(Row(f"fit: {part.name}", "residual_error", "share", part.residual, None))
-        rows += [
-            Row(f"fit: {part.name}", name, UNITS.get(name, "s"), value, None) for name, value in part.constants.items()
         ]
     return rows
 

@@ -72,7 +72,6 @@ COUNTS = {
     "fresh": (400, 50),
     "over_http": (200, 40),
     "swerex_session": (20, 5),
-    "swerex_execute": (60, 20),
     "warm": (40, 5),
     "cold": (20, 2),
 }
@@ -184,12 +183,11 @@ async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex, co
 
     `labels` are those of the containers, by which containers that are left behind are found.
     """
-    # Seconds of each command: in a shell of ours, as a process, in a shell over HTTP; and those of swe-rex.
+    # Seconds of each command: in a shell of ours, as a process, in a shell over HTTP; and in a shell of swe-rex.
     in_shell: list[float] = []
     alone: list[float] = []
     http: list[float] = []
     their_session: list[float] = []
-    their_execute: list[float] = []
     async with (
         LocalSandbox(backend, SPEC, labels=labels) as sandbox,
         sandbox.session() as shell,
@@ -206,12 +204,11 @@ async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex, co
             alone += await fresh(sandbox, counts["fresh"])
             http += await session(remote_shell, counts["over_http"])
             their_session += await timed(peer.session, counts["swerex_session"])
-            their_execute += await timed(peer.execute, counts["swerex_execute"])
         await peer.stop()
     ratio = statistics.median(their_session) / statistics.median(in_shell)
     return [
         median("command in a session", "round_trip", in_shell, their_session, ROUND_TRIP_MS),
-        median("fresh command", "round_trip", alone, their_execute),
+        median("fresh command", "round_trip", alone),
         median("command in a session, over HTTP", "round_trip", http, their_session),
         Row("command in a session", "speedup", "x", ratio, at_least=SPEEDUP),
     ]
@@ -243,16 +240,17 @@ def median(
     case: str,
     what: str,
     seconds: Sequence[float],
-    reference: Sequence[float],
+    reference: Sequence[float] | None = None,
     goal_ms: float | None = None,
     bound: float | None = None,
 ) -> Row:
-    """Return a row with the medians of `seconds`, which are Flash's, and of `reference`, in milliseconds.
+    """Return a row with the medians of `seconds`, which are Flash's, and of `reference`, swe-rex's, in milliseconds.
 
     `what` is the thing that was timed, with which the name of the metric begins. `goal_ms` and `bound` are the goal and
     the least possible value of Flash's median, in milliseconds; None: there is none.
     """
-    ours_ms, other_ms = statistics.median(seconds) * 1e3, statistics.median(reference) * 1e3
+    ours_ms = statistics.median(seconds) * 1e3
+    other_ms = None if reference is None else statistics.median(reference) * 1e3
     return Row(case, f"{what}_ms_median", "ms", ours_ms, other_ms, at_most=goal_ms, bound=bound)
 
 

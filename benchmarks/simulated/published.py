@@ -191,7 +191,6 @@ def verl(args: Args) -> list[Row]:
         speedup = VERL_SYNC[gpus][0] / verl_step_s(gpus, 0.5, ratio)
         rows += prediction(f"verl, {gpus} GPUs", "speedup", "x", speedup, published)
     for name, step_s in (
-        ("updates take twice as long on half the GPUs", verl_step_s(128, 0.5, 2)),
         ("updates take the 98.77 s of threshold 0", verl_step_s(128, 0.5, 98.77 / 113.81)),
         ("answers have 4,500 tokens", verl_step_s(128, 0.5, ratio, 4500)),
     ):
@@ -435,8 +434,6 @@ def marin(args: Args) -> list[Row]:
     for case, swap_s in (("", LATER_SYNC_S), (", if weights take 20.4 s", SYNC_S)):
         run = Discard.simulate(marin_config(scale, 4096, 128, swap_s), house)
         rows += prediction(f"marin, 128 x 4, 192 workers{case}", "stale_groups", "share", run.stale_groups, 0.2)
-    own = ours(change(marin_config(scale, 4096, 128, LATER_SYNC_S), train={"async_ratio": 0.75}))
-    rows.append(Row("marin, 128 x 4, Flash's rules, alpha 0.75", "stale_tokens", "share", own.stale_share))
     return rows
 
 

@@ -46,10 +46,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     software: dict[str, str]
     """Versions of the packages, by name."""
-    samples: int
-    """Number of trained samples."""
-    mean_tokens: float
-    """Mean tokens of a trained response."""
     points: list[Point]
     """Evaluations in the order of steps, the untrained policy first."""
 
@@ -129,8 +125,6 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
             (f"to_{case.accuracy:.0%}_s", "s", seconds_to(curve.points, case.accuracy)),
             ("run_s", "s", end.seconds),
             ("step_s", "s", curve.step_s),
-            ("samples", "samples", float(curve.samples)),
-            ("mean_tokens", "tokens", curve.mean_tokens),
             ("first_accuracy", "share", curve.points[0].accuracy),
             ("final_accuracy", "share", end.accuracy),
             ("final_accuracy_low", "share", end.low),

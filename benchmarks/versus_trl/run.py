@@ -96,10 +96,6 @@ class Trained(msgspec.Struct, frozen=True):
     """Seconds from the first rollout to the end of each step."""
     saved: list[tuple[int, Path]]
     """Steps whose weights were saved, with their files or folders."""
-    samples: int
-    """Number of trained samples."""
-    mean_tokens: float
-    """Mean tokens of an answer."""
     software: dict[str, str]
     """Versions of the packages, by name."""
 
@@ -157,10 +153,9 @@ def variables(threads: int) -> dict[str, str]:
 def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
     """Run TRL's GRPOTrainer on a workload, in TRL's Python environment.
 
-    Returns its times, saved weights and mean length of answers. The folder of an earlier run is deleted. The number of
-    samples is computed: TRL trains each sample, while Flash may leave out some.
+    Returns its times and saved weights. The folder of an earlier run is deleted.
     """
-    file, overrides, config = configured(case, seed, quick)
+    file, overrides, _ = configured(case, seed, quick)
     out = OUT / f"trl-{label(case, seed, quick)}"
     shutil.rmtree(out, ignore_errors=True)
     chosen = msgspec.json.encode(choices).decode()
@@ -169,31 +164,22 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     threads = len(os.sched_getaffinity(0))
     run_command(command, RUN_TIMEOUT_S, variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())
-    lengths = [generation["mean_tokens"] for generation in report["generations"]]
     saved = [(int(one.stem.removeprefix("step-")), one) for one in sorted((out / "weights").iterdir())]
-    samples = config.train.batch_size * config.run.steps
-    return Trained(report["seconds"], saved, samples, sum(lengths) / len(lengths), report["software"])
+    return Trained(report["seconds"], saved, report["software"])
 
 
 def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Trained:
-    """Run `flash train` on a workload, with the settings `own` in addition.
-
-    Returns its times, checkpoints, number of trained samples and mean length of answers.
-    """
+    """Run `flash train` on a workload, with the settings `own` in addition. Returns its times and checkpoints."""
     file, overrides, config = configured(case, seed, quick, own)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
     run_command(command, RUN_TIMEOUT_S)
-    directory = RunDirectory(config.run_dir)
-    steps = directory.read_metrics()
+    steps = RunDirectory(config.run_dir).read_metrics()
     # The first row counts from the first lease of a training sample.
     start = steps[0]["time"] - steps[0]["interval_s"]
-    lengths = [sum(turn.tokens for turn in sample.turns) for sample in directory.read_samples()]
     saved = [(int(folder.name.removeprefix("step-")), folder) for folder in complete_checkpoints(config.run_dir)]
     return Trained(
         [row["time"] - start for row in steps],
         sorted(saved),
-        len(lengths),
-        sum(lengths) / len(lengths),
         {name: version_of(name) for name in ("torch", "transformers", "vllm")},
     )
 
@@ -217,8 +203,6 @@ def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
         system=system,
         seed=seed,
         software=trained.software,
-        samples=trained.samples,
-        mean_tokens=trained.mean_tokens,
         points=points,
     )
 

@@ -38,7 +38,7 @@ SOFTWARE = ("trl", "transformers", "torch", "accelerate")
 
 
 class Scorer:
-    """Reward function of TRL that returns the environment's rewards. Records rewards and lengths of each generation.
+    """Reward function of TRL that returns the environment's rewards.
 
     A generation has the samples of a batch. TRL scores all of them at once.
     """
@@ -47,15 +47,14 @@ class Scorer:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.generations: list[dict[str, float]] = []
-        """Mean reward and mean tokens of each generation."""
+        self.reward = 0.0
+        """Mean reward of the newest generation."""
 
-    def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
+    def __call__(self, *, completions: list[Any], seed: list[int], **_: Any) -> Any:
         """Return the reward of each completion, which is a text or, where prompts are messages, a message."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         given = rewards(self._config, seed, texts)
-        lengths = [len(ids) for ids in completion_ids]
-        self.generations.append({"reward": sum(given) / len(given), "mean_tokens": sum(lengths) / len(lengths)})
+        self.reward = sum(given) / len(given)
         return given
 
 
@@ -92,8 +91,8 @@ class TimedSaves(TrainerCallback):
         if step % self._every == 0 or step == self._steps:
             tensors = {name: parameter.detach().contiguous() for name, parameter in kwargs["model"].named_parameters()}
             save_file(tensors, self._weights / f"step-{step:06d}.safetensors")
-            reward = self._scorer.generations[-1]["reward"]
-            print(f"TRL: step {step} of {self._steps}, {self.seconds[-1]:.1f} s, reward {reward:.3f}", flush=True)
+            done = f"step {step} of {self._steps}, {self.seconds[-1]:.1f} s"
+            print(f"TRL: {done}, reward {self._scorer.reward:.3f}", flush=True)
             self._saving_s += time.perf_counter() - now
 
 
@@ -124,11 +123,7 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
     warm_up = (held_out_seeds(config) * config.train.batch_size)[: config.train.batch_size]
     generate(config, model, trainer.processing_class, prompts(config, warm_up))
     trainer.train()
-    report = {
-        "seconds": clock.seconds,
-        "generations": scorer.generations,
-        "software": {name: metadata.version(name) for name in SOFTWARE},
-    }
+    report = {"seconds": clock.seconds, "software": {name: metadata.version(name) for name in SOFTWARE}}
     (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 

@@ -44,8 +44,6 @@ def curve(system, *pairs, case="short", seed=0):
         system=system,
         seed=seed,
         software={},
-        samples=100,
-        mean_tokens=16.0,
         points=points(*pairs),
     )
 
