@@ -1,10 +1,10 @@
 r"""Compare the final answer of a worked solution with the reference, as values and not as texts.
 
-`math_equal` is the verifier: `envs.rewards.verifier` calls it in a worker process for each answer. `final_answer` finds
-the answer, in linear time. This module compares numbers exactly. The package math-verify compares all other answers:
-expressions, sets, intervals, matrices, relations. It evaluates its input, so the size of an expression is estimated
-first: `10^{10^{10}}` and `99999999999!` are equal only to the same text. A comparison may use `MOST_CPU_S` of the
-worker's own processor time, on which other processes have no influence; an answer that needs more is wrong.
+`math_equal` is the verifier: `envs.rewards.verifier` calls it in a worker process for each answer.
+`envs.rewards.final_answer` finds the answer. This module compares numbers exactly. The package math-verify compares all
+other answers: expressions, sets, intervals, matrices, relations. It evaluates its input, so the size of an expression
+is estimated first: `10^{10^{10}}` and `99999999999!` are equal only to the same text. A comparison may use `MOST_CPU_S`
+of the worker's own processor time, on which other processes have no influence; an answer that needs more is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
-from envs.judging.programs import answer_part, final_part
+from envs.rewards.final_answer import (
+    COMMAND,
+    DIGITS,
+    FUNCTIONS,
+    MOST_CHARACTERS,
+    PLAIN_NAMES,
+    SIGNS,
+    VALUE,
+    final_answer,
+    last_box,
+)
 from flash.errors import ConfigError, RewardError, advice_for_extra
 
 try:
@@ -33,9 +43,6 @@ except ImportError as error:
 
 MOST_CPU_S = 2.0
 """Processor seconds of one comparison; most take 0.05. Only a process's main thread can be interrupted."""
-
-MOST_CHARACTERS = 600
-"""Longest expression or number that is read, in characters. A longer one is equal only to the same text."""
 
 MOST_DIGITS = 10_000
 """Largest number of decimal digits of a number that is evaluated."""
@@ -52,9 +59,6 @@ MOST_TERMS = 10_000
 MOST_DEPTH = 25
 """Deepest nesting of brackets in an expression that is read. Each level doubles the time of math-verify's parser."""
 
-MOST_WORDLESS = 100
-"""Longest text without numbers, in characters, that is an answer by itself, such as `B` or `Paris`."""
-
 MOST_SIDES = 6
 """Largest number of sides of an equation that are compared."""
 
@@ -65,216 +69,6 @@ _READING = math_verify.LatexExtractionConfig(
 """Settings for math-verify's reading of a box. Without units: it would read the letter m as metres, also in algebra."""
 
 _T = TypeVar("_T")
-
-# -- finding the answer ----------------------------------------------------------------------------------------------
-# Every pattern below takes linear time on any text, because repetitions that could overlap are bounded.
-
-_SIGNS = str.maketrans(
-    {
-        **dict.fromkeys("\u2212\ufe63\uff0d\u2013\u2010\u2011", "-"),
-        **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f", " "),
-        **dict.fromkeys("÷\u2044\u2215", "/"),
-        **dict.fromkeys("\u200b\ufeff", ""),
-        **dict.fromkeys("“”", '"'),
-        **dict.fromkeys("·⋅", r"\cdot "),
-        "×": r"\times ",
-        "％": "%",
-        "’": "'",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "√": r"\sqrt",
-        "°": r"^\circ",
-        "²": "^2",
-        "³": "^3",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "≈": r"\approx ",
-        "±": r"\pm ",
-        "∪": r"\cup ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-    }
-)
-"""Unicode characters with several forms, each with its ASCII or LaTeX form."""
-
-# The start of a box (`\boxed{`, or a box without braces as `bare`), an escaped character, or a plain brace.
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?P<bare>[-+]?[\w.,/]{1,40}))|\\.|[{}]", re.DOTALL)
-# A character that makes the content of a box an answer.
-_FILLED = re.compile(r"[^ \n\t$.,]")
-# GSM8K's mark of the final answer, and the rest of its line.
-_MARKED = re.compile(r"(?<!#)####(?!#)\s{0,4}([^\n]*)")
-# A heading of Markdown, which begins with the same mark: words, or a number and words.
-_HEADING = re.compile(r"[*_ ]*(?:\d{1,3}[.)][ \t]+[A-Za-z]|[A-Za-z]{2})")
-# Blanks up to the end of the text.
-_BLANK_REST = re.compile(r"\s*\Z")
-# Phrases before an answer, such as "the final answer is" or "Answer:".
-_ANSWER_IS = re.compile(
-    r"\banswer\b[*_]{0,3}(?:[ \t]{1,3}[\w$\\]{1,20}){0,6}?[ \t]{0,3}"
-    r"(?:(?:[*_]{0,3}:|=|\b(?:is|are|equals|would be)\b)[ \t]{0,3}[:*_]{0,4})",
-    re.IGNORECASE,
-)
-_BETWEEN = re.compile(
-    r"(?:[\s$,;&]|\\[,;:!()\[\] ]|\\q?quad(?![A-Za-z])|\b(?:and|or)\b|\\text\{\s{0,3}(?:and|or)\s{0,3}\})*"
-)
-"""Pattern of the text between boxes that form one list."""
-WIDEST_BETWEEN = 40
-"""Longest text between two boxes of a list, in characters."""
-MOST_LISTED = 64
-"""Largest number of different contents in one list of boxes."""
-_EXPRESSION = re.compile(r"(?=.*[+*/^(){}\[\],\\|=]|-?\w+ - \w+)[-+(\[{\\|\w.][-\w +*/^(){}\[\].,!|\\:=]*")
-"""Pattern of a line of operators, names and numbers that is more than a number."""
-# The end of an answer within a line: the end of a sentence, or a word that begins a reason.
-_CLAUSE_END = re.compile(
-    r"[.!?;]+['\"*_)]{0,4}(?=\s|$)|[\s,]\(?(?:because|since|as|so|which|where|when|but|after|hence|thus|i\.e\.|given)\b"
-)
-
-# Parts of patterns: digits with or without separators of thousands; a decimal; the argument of a command; one value,
-# such as a decimal, a fraction, a root or π, with its exponent; an operator between two values.
-_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\[,!]|[ ])\d{3})+(?!\d)|\d+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?!\w))?"
-_PART = r"(?:\{[^{}]{1,60}\}|\d)"
-_ATOM = (
-    rf"(?:{_DECIMAL}|\\[dtc]?frac[ ]?{_PART}[ ]?{_PART}|\\sqrt(?:\[\d{{1,3}}\])?[ ]?{_PART}|\\pi(?![a-z]))"
-    rf"(?:[ ]?!|[ ]?\^[ ]?(?:\{{[^{{}}]{{1,60}}\}}|-?\d{{1,20}}))?"
-)
-_OPERATOR = r"""
-    [ ]{0,2}(?:[-+/*:]|\\times|\\cdot|\\div)[ ]{0,2}-?  # a sign
-    | [ ]{1,2}x[ ]{1,2}
-    | [ ]?(?=\\)  # nothing, before a root or a fraction
-    | [ ](?=\d+[ ]?/)  # a mixed number
-"""
-_VALUE = re.compile(
-    rf"""(?:(?<![\w)}}])-[ ]?)?(?<![\w^.])(?:\\?\$[ ]?)?{_ATOM}(?:(?:{_OPERATOR}){_ATOM})*
-    (?:[ ]?\\?%|[ ](?:percent|percentage|per[ ]cent|pct)\b)?""",
-    re.VERBOSE,
-)
-"""Pattern of the numbers in running text, with the operators between them."""
-
-# Two numbers with a dash, which are a range and not a difference.
-_RANGE = re.compile(rf"({_DECIMAL})-({_DECIMAL})")
-# A formula between dollar signs, or in LaTeX's brackets for formulas.
-_INSIDE = r"((?:[^\\]|\\(?![()\[\]])){1,1000})"
-_MATH = re.compile(
-    rf"\$\$([^$]{{1,1000}})\$\$|(?<!\\)\$((?:\\\$|[^$\n]){{1,1000}})\$|\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]",
-    re.DOTALL,
-)
-
-
-def final_answer(text: str) -> str | None:
-    r"""Return the final answer of a text, as it is written there; None if it has none.
-
-    Only the text after the reasoning counts, and of that the last `<answer>…</answer>`. The places of the answer are
-    tried in this order: after `####`; the last complete `\boxed{…}` that is not empty; after "answer is"; the complete
-    text if it is one expression; the last number. Boxes with only commas or "and" between them form one list. If all
-    boxes are empty or unclosed, there is no answer: numbers outside of them do not count.
-    """
-    text = final_part(text)
-    inside = answer_part(text)
-    text = (text if inside is None else inside).translate(_SIGNS)
-    for mark in reversed([*_MARKED.finditer(text)]):
-        line = mark[1].strip()
-        if line and (not _HEADING.match(line) or _BLANK_REST.match(text, mark.end())):
-            return _clause(line)
-    if (box := _last_box(text)) is not None:
-        return box or None
-    for said in reversed([*_ANSWER_IS.finditer(text)]):
-        rest = text[said.end() : said.end() + 2 * MOST_CHARACTERS].lstrip(" \t\n*_:")
-        if clause := _clause(rest):
-            return None if clause.startswith("not ") else clause
-    stripped = text.strip(" \n\t*`.")
-    return stripped if _is_expression(stripped) else _last_value(text)
-
-
-def _last_box(text: str) -> str | None:
-    """Return the content of the complete, non-empty box that ends last.
-
-    Boxes with only separators between them form a list. It counts as one box, whose contents are separated by commas.
-    After `MOST_LISTED` contents a new list begins. The result is empty if all boxes are empty or unclosed, and None if
-    the text opens no box.
-    """
-    stack: list[tuple[int, int]] = []  # starts of each open brace or box and of its content; -1 for a plain brace
-    opened, last_end = False, 0
-    # Start and end of each content in the list that the last box belongs to. The contents themselves are not copied:
-    # nested boxes would need quadratic time and memory.
-    listed: list[tuple[int, int]] = []
-
-    def close(start: int, begin: int, until: int, end: int) -> None:
-        """Record the box from `start` to `end`, whose content is from `begin` to `until`, in this list or a new one."""
-        nonlocal last_end
-        between = text[last_end:start] if last_end <= start <= last_end + WIDEST_BETWEEN else "-"
-        if not (0 < len(listed) < MOST_LISTED and _BETWEEN.fullmatch(between)):
-            listed[:] = [(begin, until)]
-        # A content that is in the list already is not repeated, because solutions often box an answer twice.
-        elif not any(until - begin == last - first and text[begin:until] == text[first:last] for first, last in listed):
-            listed.append((begin, until))
-        last_end = end
-
-    for token in _BRACE.finditer(text):
-        sign = token[0]
-        if token["bare"]:
-            opened = True
-            close(token.start(), *token.span("bare"), token.end())
-        elif sign in ("{", "}") or sign.startswith(("\\boxed", "\\fbox")):
-            if sign != "}":
-                opened = opened or sign != "{"
-                stack.append((token.start(), -1 if sign == "{" else token.end()))
-            elif stack:
-                start, begin = stack.pop()
-                if begin >= 0 and _FILLED.search(text, begin, token.start()):
-                    close(start, begin, token.start(), token.end())
-    return ", ".join(text[first:last] for first, last in listed) if opened else None
-
-
-def _is_expression(text: str) -> bool:
-    """Return True if a text is one formula or list, such as `3x + 1` or `(3, 4)`, and not a sentence with a number."""
-    if len(text) > MOST_WORDLESS or not _EXPRESSION.fullmatch(text):
-        return False
-    words = re.findall(r"[A-Za-z]{2,}", _COMMAND.sub("", text))
-    return all(word.lower() in _FUNCTIONS or word in _PLAIN_NAMES for word in words)
-
-
-def _clause(text: str) -> str:
-    """Return the first formula of a text if it begins with one, else the text up to the end of its first sentence."""
-    line = text[: 2 * MOST_CHARACTERS].lstrip("*_ \t")
-    formula = _MATH.match(line)
-    if formula and not re.match(r"[*_ ]{0,4}(?:,|and\b|or\b)", line[formula.end() :]):
-        return _with_percent(line, formula)
-    line = line.partition("\n")[0]
-    end = _CLAUSE_END.search(line)
-    clause = (line[: end.start()] if end else line).strip("*_ \t,")
-    formulas = [*_MATH.finditer(clause)]
-    if len(formulas) == 1 and not re.search(r"\d", clause[: formulas[0].start()] + clause[formulas[0].end() :]):
-        return formulas[0][0]
-    return clause
-
-
-def _with_percent(text: str, formula: re.Match[str]) -> str:
-    """Return a formula, with the percent sign that may follow it in the text."""
-    percent = re.compile(r"\s?(?:\\?%|percent\b|per cent\b|pct\b)").match(text, formula.end())
-    return formula[0] + (percent[0] if percent else "")
-
-
-def _last_value(text: str) -> str | None:
-    """Return the last number of a text, or the formula that contains it; a short text without numbers as it is."""
-    # A digit right after a command, as in `\frac12`, would not begin a number.
-    text = re.sub(r"\\([A-Za-z]{1,20})(?=\d)", r"\\\1 ", text)
-    values = [*_VALUE.finditer(text)]
-    if not values:
-        text = text.strip()
-        return text if 0 < len(text) <= MOST_WORDLESS and "\n" not in text else None
-    last = values[-1]
-    for formula in _MATH.finditer(text):
-        if formula.start() <= last.start() and last.end() <= formula.end():
-            return _with_percent(text, formula)
-    ends = _RANGE.fullmatch(last[0])
-    return f"{ends[1]} to {ends[2]}" if ends else last[0]
-
 
 # -- reading it ------------------------------------------------------------------------------------------------------
 
@@ -305,11 +99,11 @@ _ABOUT = re.compile(r"(?:approximately|about|around|roughly|exactly|only|\\appro
 # `million` and a percent sign scale it.
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s?(?:
-        (?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+)
+        (?P<decimal>{DIGITS}(?:\.\d*)?|\.\d+)
             (?:[eE](?P<e>[-+]?\d+)|\s?(?:\\times|\\cdot|\*|x)\s?10\s?\^\s?(?:\{{\s?(?P<p>[-+]?\d+)\s?\}}|(?P<q>[-+]?\d+)))?
-        | (?:(?P<whole>\d+)\s)?(?P<above>{_DIGITS}(?:\.\d+)?)\s?/\s?(?P<below>{_DIGITS}(?:\.\d+)?)
-        | (?P<whole_2>\d+)?\s?\\frac\s?(?:\{{\s?(?P<above_2>-?{_DIGITS}(?:\.\d+)?)\s?\}}|(?P<above_3>\d))\s?
-            (?:\{{\s?(?P<below_2>{_DIGITS}(?:\.\d+)?)\s?\}}|(?P<below_3>\d))
+        | (?:(?P<whole>\d+)\s)?(?P<above>{DIGITS}(?:\.\d+)?)\s?/\s?(?P<below>{DIGITS}(?:\.\d+)?)
+        | (?P<whole_2>\d+)?\s?\\frac\s?(?:\{{\s?(?P<above_2>-?{DIGITS}(?:\.\d+)?)\s?\}}|(?P<above_3>\d))\s?
+            (?:\{{\s?(?P<below_2>{DIGITS}(?:\.\d+)?)\s?\}}|(?P<below_3>\d))
     )(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)s?)?
     (?P<percent>\s?(?:\\?%|percent(?:age)?|per\scent|pct))?""",
     re.VERBOSE,
@@ -342,22 +136,8 @@ _NO_UNIT = frozenset(
     lcm max min hundred thousand million billion trillion percent per
     """.split()  # noqa: SIM905
 )
-# Words that are part of a formula.
-_FUNCTIONS = frozenset(
-    """
-    and sin cos tan sec csc cot log exp sqrt max min gcd lcm det mod arcsin arccos arctan sinh cosh
-    """.split()  # noqa: SIM905
-)
-_PLAIN_NAMES = {
-    **{
-        name: name
-        for name in ("pi", "alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "sigma", "phi", "omega")
-    },
-    **dict.fromkeys(("infinity", "Infinity", "infty", "oo"), "infty"),
-}
-"""Names of symbols that are written without a backslash, with the command for each."""
-_PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(_PLAIN_NAMES)})(?![A-Za-z])")
-"""Pattern of a key of `_PLAIN_NAMES`."""
+_PLAIN_NAME = re.compile(rf"(?<![\\A-Za-z])(?:{'|'.join(PLAIN_NAMES)})(?![A-Za-z])")
+"""Pattern of a key of `PLAIN_NAMES`."""
 # A word of a sentence, and not a command or a variable.
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[Nn]o(?![A-Za-z]))")
 # The begin or end of a LaTeX environment, such as a matrix.
@@ -376,8 +156,6 @@ _NAME = re.compile(
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\implies|\\Rightarrow")
 # Signs of lists, relations and sets: a text with one of them is not split at its equals signs.
 _RELATION = re.compile(r"[,;<>]|\\(?:le|ge|ne|in|begin|cup|pm)(?![A-Za-z])|\s(?:and|or)\s")
-# A LaTeX command.
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega|angle)(?![A-Za-z])")
 """Pattern of the commands that are variables."""
 _BINOMIAL = re.compile(r"\\[dt]?binom\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
@@ -399,7 +177,7 @@ class _TooLong(BaseException):
 
 def _plain(text: str) -> str:
     """Return an answer or a reference without markup that only changes its appearance, for the comparison."""
-    text = text.translate(_SIGNS).strip()
+    text = text.translate(SIGNS).strip()
     for _ in range(4):  # Wrapping commands nest.
         text = _WRAPPED.sub(r" \1 ", text)
     text = _PICTURES.sub("", _EMPTY.sub(r"\\emptyset ", _NOTHING.sub("", text)))
@@ -434,7 +212,7 @@ def _folded(text: str) -> str:
 def _is_words(text: str) -> bool:
     """Return True if a text has words of a sentence, and is not only a formula."""
     words = _WORD.findall(_ENVIRONMENT.sub("", text))
-    return any(word.lower() not in _FUNCTIONS and word not in _PLAIN_NAMES for word in words)
+    return any(word.lower() not in FUNCTIONS and word not in PLAIN_NAMES for word in words)
 
 
 def _number(text: str) -> _Number | None:
@@ -503,7 +281,7 @@ def math_equal(completion: str, answer: str) -> float:
     Raises:
         RewardError: the reference is empty, or reading it takes too much time.
     """
-    box = _last_box(answer)
+    box = last_box(answer)
     written = answer.rpartition("####")[2] if "####" in answer else answer if box is None else box
     if not (reference := _plain(written)):
         raise RewardError(f"the reference answer {answer!r} cannot be read as mathematics")
@@ -528,7 +306,7 @@ def _equal(found: str, reference: str) -> bool:
         return _equal(found[label.end() :].strip(), reference)
     # A sentence counts as its only number.
     if _is_words(found) and not _is_words(reference) and _number(found) is None:
-        spoken = [value[0].strip() for value in _VALUE.finditer(found)]
+        spoken = [value[0].strip() for value in VALUE.finditer(found)]
         return len(spoken) == 1 and spoken != [found] and "not " not in found and _equal(spoken[0], reference)
     # Equations: if both define a variable of one letter, it must be the same one. All sides must have the same value.
     name, values = _sides(found)
@@ -573,7 +351,7 @@ def _sides(text: str) -> tuple[str, list[str]]:
 
 def _has_letters(text: str) -> bool:
     """Return True if a text has variables."""
-    return re.search(r"[A-Za-z]", _COMMAND.sub("", text)) is not None or _GREEK.search(text) is not None
+    return re.search(r"[A-Za-z]", COMMAND.sub("", text)) is not None or _GREEK.search(text) is not None
 
 
 def _same_value(found: str, reference: str) -> bool:
@@ -654,7 +432,7 @@ def _latex(text: str) -> str | None:
     text = re.sub(r"\s(?:and|or)\s", ", ", text).replace("**", "^")
     # Functions and symbols that are written without a backslash.
     text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])", r"\\\1 ", text)
-    text = _PLAIN_NAME.sub(lambda name: f"\\{_PLAIN_NAMES[name[0]]} ", text)
+    text = _PLAIN_NAME.sub(lambda name: f"\\{PLAIN_NAMES[name[0]]} ", text)
     text = re.sub(r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\s?\\?%", r"\\cdot\\frac{1}{100}", text)
     if len(text) > MOST_CHARACTERS or _is_words(text) or not re.search(r"\w", text) or _depth(text) > MOST_DEPTH:

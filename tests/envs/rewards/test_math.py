@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from envs.rewards.final_answer import final_answer
 from envs.rewards.verifier import verify
 from flash.errors import ConfigError, RewardError
 
@@ -97,10 +98,10 @@ def test_a_decimal_too_small_for_a_float_is_a_wrong_answer_and_no_error(math_rew
     ],
     ids=["nested", "nested in lists", "without a content"],
 )
-def test_nested_boxes_take_linear_memory(math_rewards, text, answer):
+def test_nested_boxes_take_linear_memory(text, answer):
     tracemalloc.start()
     try:
-        found = math_rewards.final_answer(text)
+        found = final_answer(text)
         assert tracemalloc.get_traced_memory()[1] < 150 * len(text)
     finally:
         tracemalloc.stop()
@@ -108,18 +109,18 @@ def test_nested_boxes_take_linear_memory(math_rewards, text, answer):
     assert found.endswith(answer or "}")
 
 
-def test_many_headings_take_linear_time(math_rewards):
+def test_many_headings_take_linear_time():
     start = time.process_time()
-    assert math_rewards.final_answer("#### Part\n" * 200_000 + "so it is 7") == "7"
+    assert final_answer("#### Part\n" * 200_000 + "so it is 7") == "7"
     assert time.process_time() - start < 4
 
 
-def test_boxes_with_separators_between_them_are_a_list_of_different_contents(math_rewards):
+def test_boxes_with_separators_between_them_are_a_list_of_different_contents():
     boxed = [rf"\boxed{{{number}}}" for number in range(70)]
-    assert math_rewards.final_answer(r"\boxed{2}, \boxed{3} and \boxed{2}") == "2, 3"
-    assert math_rewards.final_answer(r"\boxed{2} or rather \boxed{3}, \boxed4") == "3, 4"
-    assert math_rewards.final_answer(", ".join(boxed)) == "64, 65, 66, 67, 68, 69"
-    assert math_rewards.final_answer(r"\boxed{ . } is 3") is None
+    assert final_answer(r"\boxed{2}, \boxed{3} and \boxed{2}") == "2, 3"
+    assert final_answer(r"\boxed{2} or rather \boxed{3}, \boxed4") == "3, 4"
+    assert final_answer(", ".join(boxed)) == "64, 65, 66, 67, 68, 69"
+    assert final_answer(r"\boxed{ . } is 3") is None
 
 
 @pytest.mark.anyio
