@@ -24,6 +24,12 @@ from flash.errors import ConfigError
 NONE = "none"
 """Text that stands for None, because TOML has no null value."""
 
+OVERRIDE = "setting"
+"""Name of the source of a key that an override has set, in `origins` and in error messages. The source of any other key
+is the path of its file."""
+RECORDED = "config.toml"
+"""Name of the file in which a run records its configuration."""
+
 NO_KEY = "no such key"
 """Error message for a name that no section has."""
 
@@ -338,3 +344,21 @@ def _limit(limit: float) -> str:
 def _either(words: list[str]) -> str:
     """Return `A, B or C`."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+# -- nested tables ----------------------------------------------------------------------------------------------------
+
+
+def take_out(settings: Mapping[str, Any], key: str) -> None:
+    """Delete a dotted key from nested tables. The key must be there."""
+    table, name = table_of(settings, key)
+    del table[name]
+
+
+def table_of(settings: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the table of a dotted key in nested tables, and the name of the key in it. The table must be there."""
+    *tables, name = key.split(".")
+    table: Any = settings
+    for outer in tables:
+        table = table[outer]
+    return table, name

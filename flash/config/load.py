@@ -9,14 +9,13 @@ problems. Needs no torch or vllm.
 from __future__ import annotations
 
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import tomli_w
@@ -26,6 +25,8 @@ from flash.config.check_learning import check_sft, supervised
 from flash.config.decode import (
     NO_KEY,
     NONE,
+    OVERRIDE,
+    RECORDED,
     ConfigProblem,
     examine,
     nearest,
@@ -33,27 +34,22 @@ from flash.config.decode import (
     section_in,
     show,
     suggest,
+    table_of,
     tables_in,
     tag_field,
+    take_out,
 )
 from flash.config.machine import computes_bfloat16, count_gpus
 from flash.config.models import hub_models, with_folder
 from flash.config.objects import CALL_FOLDER, import_from, own_folders
-from flash.config.section import ABSENT, REMOVED, Section
+from flash.config.removed import REMOVED, ignore_removed, removed_keys
+from flash.config.section import ABSENT, Section
 from flash.config.simulate import FORMER_DISTRIBUTION, Distribution
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.text import harmless
 
 DEEPEST = 64
 """Largest depth of nested tables and lists in a source. Only the options of environments may be nested freely."""
-OVERRIDE = "setting"
-"""Name of the source of a key that an override has set, in `origins` and in error messages. The source of any other key
-is the path of its file."""
-RECORDED = "config.toml"
-"""Name of the file in which a run records its configuration."""
-MOST_LISTED = 5
-"""Largest number of items in a message about ignored keys. The recorded configuration of an old run may have dozens."""
 
 
 def load(
@@ -139,7 +135,7 @@ def _forget(merged: dict[str, Any], key: str) -> None:
     kinds = get_args(dict(keys()).get(key))
     known = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for path in key_paths())
     if known and (NoneType not in kinds or str in kinds):
-        _take_out(merged, key)
+        take_out(merged, key)
 
 
 def load_recorded(files: Sequence[Path], overrides: Sequence[str] = (), *, checked: bool = True) -> Config:
@@ -178,7 +174,7 @@ def _decode(merged: dict[str, Any], origins: Mapping[str, str]) -> Config:
 
     `origins`: the source of each key.
     """
-    _ignore_removed(merged, origins)
+    ignore_removed(merged, origins)
     if isinstance(merged.get("sft"), dict):
         merged.setdefault("env", {"path": ""})  # supervised fine-tuning runs no environment
     decoded, problems = examine(merged, Config, "")
@@ -278,95 +274,11 @@ def _unset(merged: dict[str, Any], key: str) -> None:
     # is a value. It also turns the text into None if a key may be None and may not be text.
     if annotation is None or NONE in get_args(annotation):
         return
-    table, name = _table_of(merged, key)
+    table, name = table_of(merged, key)
     if NoneType not in get_args(annotation):
         del table[name]
     elif str in get_args(annotation):
         table[name] = None
-
-
-def _ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Take keys that earlier versions of Flash had out of `merged`, if a file sets them to their former default.
-
-    A run records all defaults, so the config.toml of a run of an older version holds such keys, although its user never
-    set them. In such a file another value is ignored, too, with a warning: the run must stay readable. Other values in
-    a file that a user has written are left, and so are overrides. `load` then refuses them as unknown keys. One line on
-    stderr names the ignored keys of each file.
-    """
-    at_default: dict[str, list[str]] = {}
-    for removed in removed_keys(merged):
-        file = origins.get(removed.key, OVERRIDE)
-        if file == OVERRIDE or not (removed.at_default or Path(file).name == RECORDED):
-            continue
-        _take_out(merged, removed.key)
-        if removed.at_default:
-            at_default.setdefault(file, []).append(removed.key)
-        else:
-            _report_without_effect(file, removed.key, show(removed.value))
-    for file, keys in at_default.items():
-        _report_ignored(file, tuple(keys))
-
-
-def _take_out(settings: Mapping[str, Any], key: str) -> None:
-    """Delete a dotted key from nested tables. The key must be there."""
-    table, name = _table_of(settings, key)
-    del table[name]
-
-
-def _table_of(settings: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the table of a dotted key in nested tables, and the name of the key in it. The table must be there."""
-    *tables, name = key.split(".")
-    table: Any = settings
-    for outer in tables:
-        table = table[outer]
-    return table, name
-
-
-@cache
-def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
-    """Print one line about ignored keys of a file. `@cache`: a command may read a file several times, and prints the
-    line once."""
-    listed = [f"`{key}`" for key in keys]
-    if len(listed) > MOST_LISTED:
-        listed[MOST_LISTED - 1 :] = [f"and {len(listed) - MOST_LISTED + 1} more keys"]
-    were = "was removed, and it is" if len(keys) == 1 else "were removed, and they are"
-    has = "it has its" if len(keys) == 1 else "they have their"
-    sys.stderr.write(f"flash: {', '.join(listed)} in {harmless(file)} {were} ignored, because {has} former default\n")
-
-
-@cache
-def _report_without_effect(file: str, key: str, value: str) -> None:
-    """Print the warning about a removed key to which a recorded configuration gives another value than its default.
-    `@cache`: the warning is printed once, although a command may read the file several times."""
-    message = f"was removed, so {harmless(value)} in {harmless(file)} has no effect. {REMOVED[key].why}"
-    sys.stderr.write(f"flash: warning: `{key}` {message}\n")
-
-
-class FoundKey(NamedTuple):
-    """Key that earlier versions of Flash had, found in settings of such a version."""
-
-    key: str
-    """Dotted path."""
-    value: Any
-    at_default: bool
-    """True if the value is the default that the key had, so that Flash does the same without the key."""
-
-
-def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
-    """Return each key of `REMOVED` that `settings`, nested tables as TOML has them, hold."""
-    found: list[FoundKey] = []
-    for key, removed in REMOVED.items():
-        *tables, name = key.split(".")
-        table: Any = settings
-        for outer in tables:
-            table = cast("dict[str, Any]", table).get(outer) if isinstance(table, dict) else None
-        if isinstance(table, dict) and name in table:
-            value = cast("dict[str, Any]", table)[name]
-            default = NONE if removed.default is None else removed.default  # TOML has no null: files hold this text
-            # False == 0 in Python, but not in TOML.
-            at_default = value == default and isinstance(value, bool) == isinstance(default, bool)
-            found.append(FoundKey(key, value, at_default))
-    return found
 
 
 def _check_depth(table: dict[str, Any], source: str) -> None:
@@ -702,12 +614,12 @@ def read_recorded(file: Path) -> dict[str, Any]:
     settings = read_toml(file)
     removed = removed_keys(settings)
     for one in removed:
-        _take_out(settings, one.key)
+        take_out(settings, one.key)
     decoded, problems = examine(settings, Config, "")
     if not problems:
         settings = tomllib.loads(dump(decoded))  # with the defaults of keys that the run did not know
     for one in removed:
         if not one.at_default:
-            table, name = _table_of(settings, one.key)
+            table, name = table_of(settings, one.key)
             table[name] = one.value
     return settings

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from flash.config.decode import ConfigProblem, show
-from flash.config.load import key_paths, removed_keys
-from flash.config.section import REMOVED, SAMPLING_KEYS
+from flash.config.load import key_paths
+from flash.config.removed import REMOVED, removed_keys
+from flash.config.section import SAMPLING_KEYS
 
 # Reasons that several entries of the tables share. In each sentence "it" is the key.
 COUNTED = "Groups that are not finished have a size that follows from it."

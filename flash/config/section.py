@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -68,125 +68,6 @@ ABSENT: dict[str, str] = dict.fromkeys(
 )
 """Keys that users of other systems look for and that do not exist, by dotted path: the reason, and the key to use
 instead."""
-
-
-class RemovedKey(NamedTuple):
-    """Key that earlier versions of Flash had. The recorded configuration of an older run may still hold it."""
-
-    default: Any
-    """Default that the key had. Flash does the same without the key, so `flash.config.load` ignores this value in a
-    file."""
-    why: str
-    """Sentence, without the final dot, that says what Flash does now, and what to use instead."""
-
-
-ALARM_LIMITS = {
-    **dict.fromkeys(("stale", "masked", "failures"), 0.1),
-    **dict.fromkeys(("ess", "clipping", "equal_rewards", "lag"), 0.5),
-    **dict.fromkeys(("trainer_waits", "engines_idle"), 0.9),
-    "mismatch": 0.01,
-    "entropy": 0.02,
-    "nonfinite": 0.0,
-}
-"""Defaults of the removed keys `alarms.NAME`, the limits of the alarms, by NAME."""
-RHYTHM = {
-    **dict.fromkeys(("local_heads", "global_heads"), 0.3),
-    "window": 10,
-    "reach": 3,
-    "shift": 0.4,
-    "low_distance": 0.5,
-    "high_change": 0.6,
-}
-"""Defaults of the removed options of `algorithm.rhythm` that are numbers, by option."""
-PASSED_OVER = (
-    "Problems are issued in their order, and none is passed over; rollout.drop_equal_rewards replaces groups that "
-    "teach nothing"
-)
-"""Field `why` of the removed keys that chose between problems."""
-REMOVED: dict[str, RemovedKey] = {
-    "rollout.session_s": RemovedKey(
-        0.0,
-        "The KV caches of episodes that wait for their environments are not counted any more; if many turns overfill "
-        "the engines' KV caches, rollout.max_concurrent bounds the episodes of a node",
-    ),
-    "rollout.max_episode_tokens": RemovedKey(
-        None, "rollout.max_turns responses of at most rollout.max_new_tokens tokens are the limit of an episode"
-    ),
-    "rollout.max_branches": RemovedKey(
-        16, "Each branch of an episode has a response of its own, so rollout.max_turns also limits the branches"
-    ),
-    "rollout.quarantine": RemovedKey(
-        16, "After a quarter of rollout.breaker samples of one kind, problems of this kind are left out"
-    ),
-    "rollout.stop_token_ids": RemovedKey([], "rollout.stop takes token ids beside texts"),
-    "rollout.selection": RemovedKey("uniform", PASSED_OVER),
-    "rollout.selection_floor": RemovedKey(0.1, PASSED_OVER),
-    "algorithm.branches": RemovedKey("same", "Each branch gets the advantage of its episode"),
-    "algorithm.entropy_target": RemovedKey(
-        None, "The coefficient of the entropy bonus is the same in all steps; algorithm.entropy_bonus sets it"
-    ),
-    **{
-        f"algorithm.rhythm.{name}": RemovedKey(value, f"It is fixed at {value:g}, as algorithms/rhythm.py says")
-        for name, value in RHYTHM.items()
-    },
-    "train.eps": RemovedKey(1e-8, "AdamW's ε is 1e-08"),
-    "train.moments": RemovedKey(
-        "float32", 'Moments are in float32; train.offload = ["moments"] keeps them on the host'
-    ),
-    "algorithm.rhythm.signs": RemovedKey("both", "Advantages of both signs are multiplied"),
-    "algorithm.rhythm.heads": RemovedKey("batch", "Heads are classified in each batch"),
-    "algorithm.rhythm.layers": RemovedKey(5, "The attention of 5 layers from the middle third is used"),
-    "rollout.share_drift": RemovedKey(1.0, "A domain may be one batch ahead of its share"),
-    **{
-        f"rollout.{name}": RemovedKey(True, f'rollout.barriers = ["{barrier}"] does what false did')
-        for name, barrier in (("queue_scheduling", "batch"), ("replicate_prompts", "group"), ("env_async", "turn"))
-    },
-    "observe": RemovedKey({}, "track.to takes the import path of your own tracker, beside the names of others"),
-    "run.log_samples_mb": RemovedKey(1000, "Readable samples have at most 1 GB; run.log_samples chooses their number"),
-    "tiny_model.seed": RemovedKey(1, "The seed of a tiny model is 1; run.seed repeats a run with other random choices"),
-    "tiny_model.tied": RemovedKey(True, "The embedding and the output layer of a tiny model share their weights"),
-    "weights.deltas": RemovedKey(False, 'weights.backend = "tcp_deltas" does what true did'),
-    "weights.canary_tokens": RemovedKey(32, "The test text has 32 tokens, or fewer if model.max_length is smaller"),
-    "algorithm.constant_length": RemovedKey(None, "The aggregation `constant` divides by rollout.max_new_tokens"),
-    "critic.count": RemovedKey(
-        None, "The objective says how many critics it has: two for asyppo, `critics` of the class for one of your own"
-    ),
-    "critic.tiny_layers": RemovedKey(
-        None, "With [tiny_model], a missing critic.path gets a tiny model with a third of the policy's layers"
-    ),
-    "critic.max_grad_norm": RemovedKey(1.0, "train.max_grad_norm also holds for the critics"),
-    "checkpoint.export": RemovedKey(
-        True, "After its last step a run always writes the trained model to its folder model/"
-    ),
-    "engine.max_restarts": RemovedKey(3, "cluster.max_restarts also limits the restarts of an engine in a row"),
-    "cluster.hub_host": RemovedKey(None, 'cluster.hub = "HOST:PORT" is the address of the hub, also "HOST:0"'),
-    "cluster.hub_port": RemovedKey(0, 'cluster.hub = "HOST:PORT" is the address of the hub, also ":PORT"'),
-    "deadlines.batch": RemovedKey(3600, "deadlines.step also limits the wait for the groups of a step"),
-    "deadlines.connect": RemovedKey(60, "deadlines.request also limits connections"),
-    "deadlines.env_reset": RemovedKey(60, "deadlines.env_step also limits the reset of an environment"),
-    "deadlines.hub": RemovedKey(300, "The hub has five times deadlines.request to answer"),
-    "deadlines.engine_step": RemovedKey(
-        300, "A step of an engine has 300 s, or half of deadlines.generate if that is shorter"
-    ),
-    "deadlines.sink": RemovedKey(60, "Trackers and the sink have 60 s at the end of the run"),
-    "simulate.nodes": RemovedKey(1, "cluster.nodes is the number of nodes among which the engines are divided"),
-    "simulate.gpus_per_engine": RemovedKey(1, "engine.tensor_parallel is the number of GPUs per engine"),
-    **{
-        f"alarms.{reaction}": RemovedKey([], f'alarms.reactions names the alarms, each as NAME = "{reaction}"')
-        for reaction in ("off", "checkpoint", "stop")
-    },
-    "alarms.window": RemovedKey(10, "A metric is averaged over 10 steps before it is compared with its limit"),
-    "alarms.age": RemovedKey(
-        None, "The age of trained tokens raises no alarm; train.max_token_age limits it, and metrics.jsonl has it"
-    ),
-    **{
-        f"alarms.{name}": RemovedKey(
-            limit, f'The limit of this alarm is {limit:g}; alarms.reactions.{name} = "off" turns it off'
-        )
-        for name, limit in ALARM_LIMITS.items()
-    },
-}
-"""Keys that were removed, by dotted path."""
 
 
 SAMPLING_KEYS = tuple(name for name in Sampling.__struct_fields__ if name != "stop_token_ids")

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tomli_w
 
-from flash.config.load import FLASH_HOME, OVERRIDE, RECORDED, dump, flat, merge_tables
+from flash.config.decode import OVERRIDE, RECORDED
+from flash.config.load import FLASH_HOME, dump, flat, merge_tables
 from flash.config.models import PACKAGED
 from flash.config.objects import CALL_FOLDER, ENVIRONMENT_METHODS, own_folders
 from flash.config.shipping import import_paths

@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from flash.config.load import dump, key_paths, load, load_checked, read_recorded, read_toml, split_arguments
-from flash.config.section import ALARM_LIMITS
+from flash.config.removed import ALARM_LIMITS
 from flash.config.tree import Config
 from flash.errors import ConfigError
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from flash.config.check import check_alarms
-from flash.config.section import ALARM_LIMITS
+from flash.config.removed import ALARM_LIMITS
 from flash.config.tree import AlarmName, AlarmsConfig, Config
 from flash.observe.alarms import ALARMS, WINDOW, Alarms
 from tests.observe.sample_rows import metrics_row
