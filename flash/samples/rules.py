@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from flash.ages import SLACK, last_step, max_age, version_of, window
+from flash.ages import SLACK, last_step, version_of, window
 from flash.config.check_learning import why_not_streamed
 from flash.config.decode import examine
 from flash.config.section import SAMPLING_KEYS, faults_with_teacher, sampling_faults, sampling_of
@@ -72,7 +72,8 @@ class AgeContract(msgspec.Struct, frozen=True):
     extra_groups: int = 0
     """Number of redundant groups in flight. They take the places of groups that are too slow."""
     max_token_age: int | None = None
-    """Largest age of a trained token, in versions. None: ⌈α⌉."""
+    """Largest age of a trained token, in versions. The contract of a run always has a number. None, in checkpoints and
+    journals of earlier versions of Flash: ⌈α⌉."""
 
     @classmethod
     def of(cls, config: Config) -> AgeContract:
@@ -84,7 +85,8 @@ class AgeContract(msgspec.Struct, frozen=True):
             rollout.group_size,
             config.run.steps,
             rollout.extra_groups,
-            train.max_token_age,
+            # Not `max_token_age` itself: a replay needs the limit by which the run decided, whatever the default is.
+            train.max_age,
         )
 
     def min_engine_version(self, place: int, sample_index: int) -> int:
@@ -111,7 +113,7 @@ class AgeContract(msgspec.Struct, frozen=True):
     @property
     def max_age(self) -> int:
         """Largest age of a trained token, in versions."""
-        return max_age(self.async_ratio, self.max_token_age)
+        return window(self.async_ratio) if self.max_token_age is None else self.max_token_age
 
     def min_token_version(self, step: int) -> int:
         """Return the oldest version whose tokens the step that trains version `step` may use."""

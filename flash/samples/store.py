@@ -160,9 +160,9 @@ class SampleStore:
     ) -> None:
         contract, rules = settings.contract, settings.rules
         state = state or BufferState(settings, source.cursor, Places(), [], Ledger())
+        former_max_age = state.settings.contract.max_age
         # With a smaller largest age, batches that a previous hub has formed would have tokens that are too old.
-        stricter = contract.max_age < state.settings.contract.max_age
-        unreached = state.unform_batches(step) if stricter else set[int]()
+        unreached = state.unform_batches(step) if contract.max_age < former_max_age else set[int]()
         self._settings = settings
         self.contract = contract
         self.rules = rules
@@ -192,6 +192,12 @@ class SampleStore:
         taken sets it to `rollout.extra_groups`: so many redundant groups can take the places of withdrawn ones."""
         self.notes: list[str] = []
         """Messages for the user. The hub reads and empties the list after each delivery."""
+        if contract.max_age != former_max_age:
+            # The limit may change without a changed key: it follows from the async ratio and from Flash's own default.
+            self.notes.append(
+                f"from step {step} on, the largest age of a trained token is {contract.max_age} versions, and before "
+                f"it was {former_max_age} (train.max_token_age)"
+            )
         if tried_again:
             kinds = ", ".join(map(repr, tried_again))
             self.notes.append(f"environments of these kinds were in quarantine and are tried again: {kinds}")

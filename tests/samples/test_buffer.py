@@ -595,6 +595,17 @@ def test_resumed_under_another_bound_of_tokens_the_next_step_trains_by_that(boun
     again.samples.check()
 
 
+@pytest.mark.parametrize(
+    ("before", "bound", "told"), [(None, 4, ["4 versions, and before it was 1 "]), (4, 4, []), (4, 2, ["2 versions"])]
+)
+def test_a_resumed_run_tells_that_its_age_limit_has_changed(before: int | None, bound: int, told: list[str]) -> None:
+    buffer = make_buffer(alpha=1, max_token_age=before)
+    again = resumed(buffer, 0, alpha=1, max_token_age=bound)
+    assert len(again.samples.notes) == len(told)
+    for note, limit in zip(again.samples.notes, told, strict=True):
+        assert note.startswith(f"from step 0 on, the largest age of a trained token is {limit}")
+
+
 def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
     buffer = make_buffer(alpha=2, batch=8, group=4)
     finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
