@@ -1,8 +1,8 @@
 """Two ways to reduce the effect of old data: weights of samples, and a learning rate that depends on the lag.
 
 Version n is the weights after n training steps. The *age* of a sample is the trainer's version minus the oldest version
-among its trained tokens. The largest allowed age A is the larger of `train.async_ratio` and `train.max_token_age`: a
-trained token is at most ⌈A⌉ versions old.
+among its trained tokens. The largest allowed age A is the age limit of the batch: `train.max_token_age`, or its default
+4·⌈α⌉, where α is `train.async_ratio`.
 
 Weights by age: `flash.trainer.plan` calls `weights` of the configured class once per batch, for the samples that have a
 trained token. The weight of a sample multiplies the loss of each of its tokens. Weights have mean 1 over these samples.
@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.float64]
 class NoStaleness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="none"):
     """Equal weights for all samples: the age has no effect."""
 
-    def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
+    def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
         """Return float64 [B]: 1 for each sample.
 
         Raises:
@@ -49,7 +49,7 @@ class ExponentialStaleness(
     decay: Annotated[float, Meta(gt=0, le=1)]
     """Factor of the weight per version of age."""
 
-    def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
+    def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
         """Return float64 [B]: g divided by its mean over the batch.
 
         Raises:
@@ -66,20 +66,19 @@ class LinearStaleness(
 ):
     """Weight g = max(0, 1 − age / (A + 1)), before it is divided by the mean over the batch.
 
-    A is the larger of `train.async_ratio` and `train.max_token_age`. g is above 0 for every sample whose age is allowed
-    (at most ⌈A⌉).
+    A is the largest allowed age: `train.max_token_age`, or its default 4·⌈α⌉, where α is `train.async_ratio`. So g is
+    above 0 for every sample whose age is allowed.
     """
 
-    def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
+    def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
         """Return float64 [B]: g divided by its mean over the batch; all 1 if no sample has a g above 0.
 
-        `async_ratio` is A, which is not always the setting of this name. The trainer passes only ages that are allowed,
-        so the limit of g at 0 is for other callers.
+        `max_age` is A. The trainer passes only ages that are allowed, so the limit of g at 0 is for other callers.
 
         Raises:
             ValueError: an age is negative or not finite.
         """
-        return _with_mean_one(np.maximum(0.0, 1 - _checked(age_B) / (async_ratio + 1)))
+        return _with_mean_one(np.maximum(0.0, 1 - _checked(age_B) / (max_age + 1)))
 
 
 Staleness = NoStaleness | ExponentialStaleness | LinearStaleness

@@ -1,9 +1,9 @@
 """Ages of tokens, in policy versions. All arithmetic with ages is here.
 
 The age of a token is the version that the trainer holds minus the version of the policy that sampled the token. α is
-`train.async_ratio`, the asynchronous ratio. The step that trains version n uses tokens of the versions n − ⌈α⌉ … n, or
-older ones if `train.max_token_age` allows more. Ages are whole numbers: with α = 0.5, a sample that begins half a step
-early is one version old.
+`train.async_ratio`, the asynchronous ratio. A sample begins at most ⌈α⌉ versions before the step that should train it.
+The step that trains version n uses tokens of the versions n − A … n, where A is `train.max_token_age`, or 4·⌈α⌉ if that
+is None. Ages are whole numbers: with α = 0.5, a sample that begins half a step early is one version old.
 
 The hub, the trainer and the simulator use the same functions, so that they agree on which token is too old.
 """
@@ -22,6 +22,11 @@ SLACK = 1e-9
 """Tolerance of comparisons with α, or with α times a batch size. Such a product may be a whole number that a float does
 not hold exactly, and would then be rounded up or down by one."""
 
+MAX_AGE_WINDOWS = 4
+"""Largest age of a trained token if `train.max_token_age` is None, in windows of ⌈α⌉ versions. An answer that is
+sampled during up to so many windows is trained whole. With a limit of one window, the early tokens of each answer that
+takes longer are left out of the loss, which costs accuracy (docs/figures.md)."""
+
 
 def window(async_ratio: float) -> int:
     """Return ⌈α⌉: the number of versions by which a sample may begin before the step that should train it."""
@@ -29,8 +34,8 @@ def window(async_ratio: float) -> int:
 
 
 def max_age(async_ratio: float, max_token_age: int | None) -> int:
-    """Return the largest age of a trained token: `max_token_age`, or ⌈α⌉ if `max_token_age` is None."""
-    return window(async_ratio) if max_token_age is None else max_token_age
+    """Return the largest age of a trained token, in versions: `max_token_age`, or 4·⌈α⌉ if `max_token_age` is None."""
+    return MAX_AGE_WINDOWS * window(async_ratio) if max_token_age is None else max_token_age
 
 
 def age_of(version: Versions, step: int) -> Versions:

@@ -87,12 +87,15 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     budget: float | None = None
     """Budget of `algorithm.lag`; None: off."""
     max_token_age: int | None = None
-    """`train.max_token_age`; None: the default."""
+    """`train.max_token_age`; None: ⌈α⌉, so that older tokens are left out of the loss."""
     note: str = ""
     """Difference from the published method."""
 
     def within(self, budget: float, age: int) -> Method:
-        """Return this method with a lag budget, and with training on tokens of up to `age` versions. 0: neither."""
+        """Return this method with a lag budget, and with training on tokens of up to `age` versions.
+
+        A budget of 0 is none, and an age of 0 is the age of the cell.
+        """
         key = self.key + (f"_lag_{budget:g}" if budget else "") + (f"_age_{age}" if age else "")
         return msgspec.structs.replace(self, key=key, budget=budget or None, max_token_age=age or None)
 
@@ -143,7 +146,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
                 "batch_size": setting.batch_size,
                 "minibatches": 2,
                 "async_ratio": float(self.alpha),
-                "max_token_age": method.max_token_age,
+                "max_token_age": method.max_token_age or self.alpha or None,
                 "learning_rate": setting.learning_rate,
                 "warmup_steps": 5,
                 "on_nonfinite": "skip",

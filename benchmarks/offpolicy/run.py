@@ -164,7 +164,7 @@ def grid(
     """Return all cells. They are ordered by seed, so that the first part of the grid is a whole comparison.
 
     `methods` are keys of METHODS. `budgets` are lag budgets of each method, where 0 is none, and `max_token_ages` the
-    values of `train.max_token_age`, where 0 is the default. `mixed` and `span`: see `Cell`.
+    values of `train.max_token_age`, where 0 is ⌈α⌉. `mixed` and `span`: see `Cell`.
     """
     known = [method for method in METHODS if method.key in methods]
     chosen = [method.within(budget, age) for method in known for budget in budgets for age in max_token_ages]
@@ -224,7 +224,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixed", action="store_true", help="every batch has tokens of all ages up to alpha")
     long = "beside them, a third of each batch are long answers, sampled during so many versions"
     parser.add_argument("--span", type=int, default=0, metavar="N", help=long)
-    ages = "values of train.max_token_age; 0: the default"
+    ages = "values of train.max_token_age; 0: the age of the data"
     parser.add_argument("--max-token-ages", nargs="+", type=int, default=(0,), metavar="N", help=ages)
 
 

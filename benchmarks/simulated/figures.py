@@ -25,6 +25,7 @@ from benchmarks.simulated.peers.roll_flash import (
     RollRules,
     Synchronous,
 )
+from flash import ages
 from flash.config.tree import Config
 from flash.simulate.bounds import best_split, bounds, quantities
 from flash.simulate.report import SimReport
@@ -56,8 +57,12 @@ def change(base: Config | Mapping[str, Any], **tables: Mapping[str, Any]) -> Con
 
 
 def ours(config: Config, **rollout: object) -> SimReport:
-    """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`."""
-    return simulate(change(config, rollout=rollout))
+    """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`.
+
+    The largest age of a trained token is ⌈α⌉, because ROLL Flash drops what is older.
+    """
+    oldest = ages.window(config.train.async_ratio)
+    return simulate(change(config, rollout=rollout, train={"max_token_age": oldest or None}))
 
 
 def capacity_s(config: Config, report: SimReport) -> float:
@@ -216,8 +221,7 @@ def length_bias(args: Args) -> list[Row]:
     for window in WINDOWS:
         case = "α = 2, " + ("any order" if window is None else f"window {window:g}")
         first, whole = (
-            simulate(workload("length_bias", run={"steps": count}, rollout={"fifo_window": window}))
-            for count in (FIRST, steps)
+            ours(workload("length_bias", run={"steps": count}), fifo_window=window) for count in (FIRST, steps)
         )
         free = free or whole
         rows += [

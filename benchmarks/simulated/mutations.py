@@ -59,9 +59,9 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens may be one version older",
-        "ages.py",
-        "return math.ceil(async_ratio - SLACK)",
-        "return math.ceil(async_ratio - SLACK) + 1",
+        "samples/rules.py",
+        "return version_of(self.max_age, step)",
+        "return version_of(self.max_age + 1, step)",
     ),
     Mutation(
         "a batch too many is admitted",

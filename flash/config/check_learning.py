@@ -4,9 +4,9 @@ Each `check_TABLE` yields every problem of one table; `flash.config.check` calls
 own properties are in `check_algorithm`, also if the key belongs to another table. An option without an effect is
 refused, because a user who sets it expects an effect. `advise_train` and `advise_algorithm` yield warnings.
 
-The *age* of a token is the number of training steps since the weights that sampled it; α (`train.async_ratio`) bounds
-it. Law 6: with α > 0, an objective must correct for the age, by the log-probs under the sampling policy. A *correction*
-is a factor of the loss that does so for any objective (`algorithms.corrections`).
+The *age* of a token is the number of training steps since the weights that sampled it. With α (`train.async_ratio`) = 0
+every age is 0. Law 6: with α > 0, an objective must correct for the age, by the log-probs under the sampling policy. A
+*correction* is a factor of the loss that does so for any objective (`algorithms.corrections`).
 
 `supervised` changes a configuration with an `[sft]` table, as soon as it is read: `flash sft` (supervised fine-tuning)
 learns rows of a file and samples nothing.

@@ -31,11 +31,12 @@ class TrainConfig(Section, frozen=True):
     batch_size: Positive = 256
     """Number of samples per step; a multiple of rollout.group_size."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """Asynchronous ratio α: up to (1 + α) batches are in flight, and a trained token is at most ⌈α⌉ versions old. 0:
-    sampling and training alternate. Raise it if the trainer waits for a few slow samples."""
+    """Asynchronous ratio α: up to (1 + α) batches are in flight, and a sample begins at most ⌈α⌉ versions before the
+    step that should train it. 0: sampling and training alternate. Raise it if the trainer waits for a few slow
+    samples."""
     max_token_age: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Largest age of a trained token, in versions; a value [above ⌈α⌉](asynchrony.md#the-contract) keeps the early
-    tokens of long answers. None: ⌈α⌉."""
+    """[Largest age](asynchrony.md#the-contract) of a trained token, in versions; at least ⌈α⌉. None: 4·⌈α⌉, so that the
+    early tokens of long answers are trained."""
     allow_uncorrected: bool = False
     """Allow training on old samples with an objective that does not correct for their age (it ignores behaviour
     log-probs)."""
@@ -88,7 +89,7 @@ class TrainConfig(Section, frozen=True):
 
     @property
     def max_age(self) -> int:
-        """Largest age of a trained token, in versions: `max_token_age`, or ⌈α⌉ if that is None. The rules of the hub
+        """Largest age of a trained token, in versions: `max_token_age`, or 4·⌈α⌉ if that is None. The rules of the hub
         and the checks of the trainer use this number."""
         return max_age(self.async_ratio, self.max_token_age)
 

@@ -5,14 +5,14 @@ of a step, and `commit` when the step is trained. Each call decides, records an 
 it to the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
 
 - *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
-  enough by the age contract, which bounds how many versions old a trained token may be.
+  enough by the age contract, which bounds how far sampling may be ahead of training.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed. In each step, up to `rollout.extra_groups` groups that are too slow may leave.
 - *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first. While
   too few groups are complete for a whole batch, a step may take these and wait for the others (`RoundSize`): it would
   take them anyway. Each such part of a batch is a *round*; else a step has one round.
 - *Age*: tokens that are too old are left out of the loss, or their task starts again (`rollout.on_expire`). Finished
-  members that would get too old while they wait for the rest of their group are trained before the rest.
+  members whose window (`AgeContract.window_start`) ends do not wait for the rest of their group.
 
 The time of a call does not grow with the number of tasks in flight. Work on many groups goes into the store's backlog.
 The hub calls `do_slice` until the backlog is empty, and no batch is formed before this. The buffer starts no tasks and

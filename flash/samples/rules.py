@@ -52,11 +52,12 @@ last micro-batches badly."""
 class AgeContract(msgspec.Struct, frozen=True):
     """The age contract of a run: how far sampling may be ahead of training.
 
-    α is the asynchronous ratio, and B is the number of samples of a step. Then (1 + α)·B tasks may be in flight. Step n
-    trains version n on tokens that a version ≥ n − ⌈α⌉ sampled, or a version ≥ n − `max_token_age` if that is given.
-    With `max_token_age`, the early tokens of long answers can still be trained, while admission still follows α.
-    Redundant tasks and groups are not included in these numbers. `flash.samples.tasks.Admission` enforces the limit on
-    tasks in flight. Tokens that are too old are left out of the loss, or the store gives their samples up.
+    α is the asynchronous ratio, and B is the number of samples of a step. Then (1 + α)·B tasks may be in flight, so
+    that a sample begins at most ⌈α⌉ versions before the step that should train it. Step n trains version n on tokens
+    that a version ≥ n − `max_age` sampled. This limit is larger than ⌈α⌉ by default, so that the early tokens of long
+    answers are trained. Redundant tasks and groups are not included in these numbers. `flash.samples.tasks.Admission`
+    enforces the limit on tasks in flight. Tokens that are too old are left out of the loss, or the store gives their
+    samples up.
 
     The *place* of a group is its number in the order of issue. Groups that ended without being trained do not count.
     """
@@ -124,7 +125,7 @@ class AgeContract(msgspec.Struct, frozen=True):
 
         Seen from a sample: if version v sampled its first token, one of the steps v to v + ⌈α⌉ should train the sample.
         These steps are its *window*. At their end, finished members of a group stop waiting for unfinished members.
-        `max_token_age` does not change the window: it only allows older tokens, while admission still follows α.
+        `max_age` does not change the window: it only allows older tokens, while admission still follows α.
         """
         return version_of(window(self.async_ratio), step)
 

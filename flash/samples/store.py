@@ -647,11 +647,11 @@ class SampleStore:
         self.backlog.add(self._decide_by_age, self.pool)
 
     def _decide_by_age(self, group_id: int) -> None:
-        """Decide about a group that is too old for the next step, or may be too old for the step after it.
+        """Decide about a group whose window (`AgeContract.window_start`) ends with the next step, or has ended before.
 
-        Such a group is withdrawn, loses its old members, has them started again, or waits for the next step, which may
-        train its finished members. The settings `extra_groups` and `on_expire` decide. Younger groups are not changed.
-        The backlog calls this for each group after `_decide_all_by_age`.
+        Such a group is withdrawn, loses members that are too old, has them started again, or waits for the next step,
+        which may train its finished members. The settings `extra_groups` and `on_expire` decide. Younger groups are not
+        changed. The backlog calls this for each group after `_decide_all_by_age`.
         """
         group = self.pool.get(group_id)
         if group is None:
@@ -660,7 +660,9 @@ class SampleStore:
         if oldest is None or oldest >= self.contract.window_start(step + 1):
             return  # No token was sampled yet, or each member may wait for two more steps (`window_start`).
         min_version = self.contract.min_token_version(step)
-        # With redundant groups (`extra_groups`), a slow group is withdrawn, and a redundant group takes its place.
+        # With redundant groups (`extra_groups`), a slow group is withdrawn, and a redundant group takes its place. This
+        # happens at the age limit and not at the end of the window: until then all its tokens can be trained, and
+        # simulated runs were slower if they threw these away.
         if self._withdrawable and self._may_get_old_tokens(group, min_version):
             self._withdrawable -= 1
             self._withdraw(group)

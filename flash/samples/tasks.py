@@ -368,7 +368,7 @@ class _Line:
 class Admission:
     """Decides which training task may be leased to which node, and whether another group may be issued.
 
-    The rule follows from the age contract, which bounds how many versions old a trained token may be: a task is leased
+    The rule follows from the age contract, which bounds how far sampling may be ahead of training: a task is leased
     only to a node with an engine whose version is new enough. The rule counts groups by their places: the order of
     issue, without groups that left untrained. A later place needs an equal or newer version. So if the first task of
     the queue has to wait for a version, no later task could run now either.
@@ -400,7 +400,8 @@ class Admission:
         """Number of groups that may still be issued in this wave; not used without waves (`rules.waves`). A wave is the
         groups of one batch, and redundant groups. The next wave begins when all tasks of the wave have ended."""
         self.next_step = next_step
-        """Step whose batch is formed next. No task is leased whose first token would be too old for this step."""
+        """Step whose batch is formed next. No task is leased whose first token would be more than ⌈α⌉ versions old in
+        this step."""
         self.openings = 0
         """Counter of events that may have made a lease possible: a task was queued again, a place was given back, or a
         wave ended. If it has changed after a delivery, the hub offers tasks to the waiting nodes."""
@@ -480,7 +481,8 @@ class Admission:
     def _version_for(self, place: int, index: int) -> int:
         """Return the oldest engine version that may run member `index` of the group at `place`.
 
-        The contract must admit the member under this version, and its tokens must not be too old for the next step.
+        The contract must admit the member under this version, and the next step must be in the member's window
+        (`AgeContract.window_start`).
         """
         oldest_in_window = self._contract.window_start(self.next_step)
         return max(self._contract.min_engine_version(place, max(index, self._lowest_index)), oldest_in_window)

@@ -200,8 +200,7 @@ def plan_step(
         ]
         age_T = _checked_ages(shard, version, [micro for micros in packed for micro in micros], config)
         histogram = np.bincount(age_T, minlength=ages)
-        oldest = max(train.async_ratio, train.max_token_age or 0)
-        credit = assign_credit(shard, config.algorithm, method.estimator, oldest)
+        credit = assign_credit(shard, config.algorithm, method.estimator)
     except ContractError as error:
         # The error is raised later, on all ranks: this rank must still take part in the next collective, for which the
         # others wait.
@@ -293,7 +292,7 @@ def _minibatch_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray,
 # -- credit ----------------------------------------------------------------------------------------------------------
 
 
-def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage, async_ratio: float) -> Credit:
+def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage) -> Credit:
     """Return the credit of all samples of a batch: shape the rewards, compare them, and weight the samples by age.
 
     A group may be trained in several steps. Members that an earlier step has trained (`Shard.earlier`) are compared
@@ -303,8 +302,6 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         shard: this rank's shard, which also has the facts about the whole batch.
         algorithm: the configuration of the method.
         estimator: the advantage estimator.
-        async_ratio: largest allowed age, for the weights by age. This is not always the setting of this name:
-            `train.max_token_age` is passed if it is larger than `train.async_ratio`.
 
     Raises:
         ContractError: a reward or an advantage is not finite, or a sample has another number of rewards than turns.
@@ -347,7 +344,9 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
                 advantage_B = np.zeros_like(shaped_B)
         # Weight the samples by age. Samples without a trained token keep the weight 0.
         ages = age_of(oldest_B[trained_B], shard.step)
-        staleness_B[trained_B] = algorithm.staleness.weights(ages, async_ratio)
+        # The limit is the one by which the hub made the batch, so that a replay of the batch has the same weights.
+        max_age = age_of(shard.min_version, shard.step)
+        staleness_B[trained_B] = algorithm.staleness.weights(ages, max_age)
     except ValueError as error:  # the functions of `algorithms` refuse numbers that are not finite
         raise ContractError(f"step {shard.step}: {error}") from error
     for index, entry in enumerate(shard.batch):

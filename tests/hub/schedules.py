@@ -93,7 +93,7 @@ def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
     groups = config.train.batch_size // config.rollout.group_size
     alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
     on_expire = dice.choice(["mask", "requeue", "wait"])
-    bound = dice.choice([None, None, window(alpha) + dice.randint(0, 3)]) if alpha else None
+    bound = dice.choice([None, window(alpha), window(alpha) + dice.randint(0, 3)]) if alpha else None
     rollout = {
         "retries": dice.randint(0, 3),
         "breaker": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([4, 8, 16, NEVER]),

@@ -206,9 +206,9 @@ def balanced(ledger: dict[str, int]) -> bool:
 def all_trained(run: Run, samples: int) -> None:
     """Check that all `samples` samples of a finished run were trained, except late members of groups.
 
-    A group whose tokens would become too old is trained without the members that are still missing. When such a member
-    arrives, it may be too old for every later step, or the run may be over. Then the ledger counts it as given up
-    because it is stale, or as cancelled. This happens on a busy machine, and never to all members of a group.
+    A group that is nearly complete at the end of its window is trained without the members that are still missing. When
+    such a member arrives, it may be too old for every later step, or the run may be over. Then the ledger counts it as
+    given up because it is stale, or as cancelled. This happens on a busy machine, and never to all members of a group.
     """
     ledger = run.summary()["ledger"]
     assert balanced(ledger), ledger

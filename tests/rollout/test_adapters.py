@@ -87,7 +87,9 @@ async def test_a_version_waits_for_the_end_of_those_whose_place_it_needs() -> No
     ("swap", "tables", "room", "told"),
     [
         ("recompute", {"lora": {}}, 1, "recompute"),
-        ("drain", {"lora": {}}, 2, "beside"),
+        ("drain", {"lora": {}}, 3, "beside"),
+        ("drain", {"lora": {}, "train": {"async_ratio": 1.5, "max_token_age": 9}}, 5, "beside"),
+        ("drain", {"lora": {}, "train": {"async_ratio": 2, "max_token_age": 2}}, 3, "beside"),
         ("drain", {"lora": {}, "train": {"async_ratio": 0}}, 1, "drain"),
         ("drain", {"lora": {}, "train": {"async_ratio": 20}}, 8, "beside"),
         ("drain", {}, 0, "drain"),

@@ -88,7 +88,7 @@ def serving(folder: Path, swap: str) -> Generator[Served]:
     base, config = make_model(folder), make_config(folder)
     rollout = msgspec.structs.replace(config.rollout, swap=swap)
     config = msgspec.structs.replace(
-        config, rollout=rollout, lora=LoraConfig(rank=RANK), train=TrainConfig(async_ratio=2.0)
+        config, rollout=rollout, lora=LoraConfig(rank=RANK), train=TrainConfig(async_ratio=2.0, max_token_age=2)
     )
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:

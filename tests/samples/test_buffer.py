@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash.ages import window
+from flash.config.tree import Config
 from flash.errors import BreakerError, ContractError
 from flash.samples.batches import gather, split_into_shards
 from flash.samples.buffer import SampleBuffer
 from flash.samples.groups import Group, GroupFilter
+from flash.samples.rules import AgeContract
 from flash.samples.store import BufferState
 from flash.types import Failure, Lease, Outcome, VersionRun
 from flash.waiting import run_to_end
@@ -262,6 +265,59 @@ def test_mask_does_not_hold_the_same_step_back() -> None:
     assert buffer.next_round(1) is not None
 
 
+@pytest.mark.parametrize(
+    ("alpha", "bound", "limit"), [(0, None, 0), (0.5, None, 4), (2, None, 8), (2, 2, 2), (1, 9, 9)]
+)
+def test_a_run_trains_tokens_of_up_to_four_windows_and_begins_samples_as_with_a_limit_of_one(
+    alpha: float, bound: int | None, limit: int
+) -> None:
+    train = {"async_ratio": alpha, "max_token_age": bound, "batch_size": 4}
+    tables = {"run": {"name": "r", "steps": 20}, "model": {"path": "m"}, "env": {"path": "m:E"}}
+    config = msgspec.convert({**tables, "train": train, "rollout": {"group_size": 2}}, Config)
+    contract = AgeContract.of(config)
+    assert contract.max_age == config.train.max_age == limit
+    assert contract.min_token_version(10) == 10 - limit
+    strict = msgspec.structs.replace(contract, max_token_age=window(alpha))
+    assert contract.window_start(10) == strict.window_start(10) == 10 - window(alpha)
+    starts = [contract.min_engine_version(place, index) for place in range(20) for index in range(2)]
+    assert starts == [strict.min_engine_version(place, index) for place in range(20) for index in range(2)]
+
+
+def test_a_contract_that_an_earlier_version_recorded_without_a_limit_keeps_the_limit_of_then() -> None:
+    recorded = {"async_ratio": 1.5, "batch_size": 4, "group_size": 2, "steps": 9}
+    assert msgspec.convert(recorded, AgeContract).max_age == 2
+    assert msgspec.convert(recorded | {"max_token_age": None}, AgeContract).max_age == 2
+
+
+def test_requeue_starts_no_sample_again_whose_tokens_can_still_be_trained() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="requeue", steps=20, max_token_age=4)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:2], 0)
+    for step in range(4):
+        assert buffer.next_round(step) is not None
+        assert buffer.samples.leases.to_cancel == []
+        buffer.commit(step)
+        finish_all(buffer, lease_all(buffer, step + 1)[:2], step + 1)
+    assert buffer.next_round(4) is not None  # step 5 will train no token of version 0
+    assert buffer.samples.leases.to_cancel == [lease.lease_id for lease in old[2:]]
+    assert buffer.samples.ledger.retried == {Outcome.STALE: 2}
+
+
+def test_wait_holds_steps_back_for_a_straggler_only_at_the_age_limit() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="wait", steps=20, max_token_age=4)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:3], 0)
+    for step in range(4):
+        assert buffer.next_round(step) is not None
+        buffer.commit(step)
+        finish_all(buffer, lease_all(buffer, step + 1), step + 1)
+    assert buffer.next_round(4) is None
+    finish_all(buffer, old[3:], 0)
+    chosen = buffer.next_round(4)
+    assert chosen is not None
+    assert chosen[0].group_id == 3
+
+
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -458,15 +514,18 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     assert len(lease_all(buffer, 1)) == 6
 
 
-def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None:
-    buffer = make_buffer(alpha=1, batch=2, group=1, extra_groups=1, steps=20)
+@pytest.mark.parametrize("bound", [1, 4])
+def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant(bound: int) -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, extra_groups=1, steps=20, max_token_age=bound)
     old = lease_all(buffer, 0)
     assert len(old) == 5
     finish_all(buffer, old[:2], 0)
-    buffer.next_round(0)
-    buffer.commit(0)
-    finish_all(buffer, lease_all(buffer, 1), 1)
-    buffer.next_round(1)  # three samples of version 0 still run, and step 2 trains none of it
+    for step in range(bound):
+        assert buffer.next_round(step) is not None
+        assert buffer.samples.leases.to_cancel == []
+        buffer.commit(step)
+        finish_all(buffer, lease_all(buffer, step + 1), step + 1)
+    buffer.next_round(bound)  # three samples of version 0 still run, and the next step trains none of it
     assert buffer.samples.leases.to_cancel == [old[2].lease_id]
 
 

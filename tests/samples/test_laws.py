@@ -25,12 +25,12 @@ from flash.waiting import run_to_end
 from tests.samples.cases import make_buffer, trajectory
 
 STEPS = 6
-OLDER = st.sampled_from([None, 0, 1, 3])
-"""Versions by which `max_token_age` exceeds ⌈α⌉."""
+OLDER = st.sampled_from([0, 0, 1, None])
+"""Versions by which the largest age of a token exceeds ⌈α⌉; None: the default of the largest age."""
 
 
-def bound_of(alpha: float, older: int | None) -> int | None:
-    return None if older is None or alpha == 0 else window(alpha) + older
+def bound_of(alpha: float, older: int | None) -> int:
+    return max_age(alpha, None) if older is None or alpha == 0 else window(alpha) + older
 
 
 def kind_of(seed: int) -> str:
@@ -107,7 +107,7 @@ class Incarnation(RuleBasedStateMachine):
     @property
     def oldest(self) -> int:
         """Oldest version of a token that the next step may train."""
-        return self.version - max_age(self.alpha, self.settings["max_token_age"])
+        return self.version - self.settings["max_token_age"]
 
     @rule()
     def tidy(self) -> None:

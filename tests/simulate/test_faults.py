@@ -249,7 +249,7 @@ def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkee
     def deal(sample: Trajectory) -> None:
         """Deliver a sample, and give it to the rank as the batch of step 0."""
         book.sent("node 1", p.DeliverRequest(1, [p.EndedLease(5, sample)], 0))
-        shard = Shard(0, -1, [ShardSample(0, sample)], [], 0, 0)
+        shard = Shard(0, -4, [ShardSample(0, sample)], [], 0, 0)
         book.answered("rank 0", p.BatchRequest(0, 0, []), p.BatchReply(shard, may_save=True))
 
     deal(trajectory(TASK, 0, token=1))
@@ -258,12 +258,21 @@ def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkee
         deal(trajectory(TASK, 0, token=2))
 
 
+@pytest.mark.parametrize(("bound", "min_version"), [(None, -5), (None, -1), (1, -4)])
+def test_a_batch_with_another_age_limit_is_found(tmp_path: Path, bound: int | None, min_version: int) -> None:
+    book = Bookkeeper(scenario(), lambda: 0.0)
+    book.hub_begins(scenario(train__max_token_age=bound).config(str(tmp_path)), 0, [])
+    shard = Shard(0, min_version, [], [], 0, 0)
+    with pytest.raises(BrokenLaw, match=f"no token is older than allowed: step 0 trains version {min_version}"):
+        book.answered("rank 0", p.BatchRequest(0, 0, []), p.BatchReply(shard, may_save=True))
+
+
 def test_a_lease_may_reach_a_hanging_node_after_its_task_was_trained(book: Bookkeeper) -> None:
     book.replied(*lease(5, TASK))
     book.befalls(Fault("hang node", 0.0), 40.0, "node 1")
     book.replied(*lease(6, TASK))
     book.sent("node 2", p.DeliverRequest(2, [p.EndedLease(6, trajectory(TASK, 0))], 0))
-    shard = Shard(0, -1, [ShardSample(0, trajectory(TASK, 0))], [], 0, 0)
+    shard = Shard(0, -4, [ShardSample(0, trajectory(TASK, 0))], [], 0, 0)
     book.answered("rank 0", p.BatchRequest(0, 0, []), p.BatchReply(shard, may_save=True))
     book.answered("rank 0", p.Commit(0, {}), p.Ack())
     book.answered("node 1", *lease(5, TASK))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import math
 from typing import Any
 
 import anyio
@@ -90,18 +89,22 @@ def test_law_2_every_task_and_token_of_a_simulated_run_is_booked() -> None:
 
 
 @pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
-def test_law_3_no_trained_token_is_older_than_the_async_ratio_rounded_up(alpha: float, on_expire: str) -> None:
+@pytest.mark.parametrize(
+    ("alpha", "bound", "limit"), [(0.0, None, 0), (0.5, 1, 1), (1.0, 1, 1), (1.0, None, 4), (2.0, 2, 2), (2.0, None, 8)]
+)
+def test_law_3_no_trained_token_is_older_than_the_age_limit(
+    alpha: float, bound: int | None, limit: int, on_expire: str
+) -> None:
     # Responses that differ by a factor of 40, and two engines that swap at their own times.
     report = simulate(
         make(
             rollout={"on_expire": on_expire},
-            train={"async_ratio": alpha},
+            train={"async_ratio": alpha, "max_token_age": bound},
             simulate={"response_tokens": [*[40] * 30, 1600]},
         )
     )
     assert report.ages
-    assert max(report.ages) <= math.ceil(alpha)
+    assert max(report.ages) <= limit
     assert report.steps == 6
 
 
@@ -142,7 +145,8 @@ def test_the_engines_of_eight_nodes_train_as_much_in_the_same_time_as_those_of_o
 
 def test_what_has_become_too_old_is_no_throughput() -> None:
     tokens = [*[40] * 30, 1600]
-    report = simulate(make(run={"steps": 12}, train={"async_ratio": 1.0}, simulate={"response_tokens": tokens}))
+    train = {"async_ratio": 1.0, "max_token_age": 1}
+    report = simulate(make(run={"steps": 12}, train=train, simulate={"response_tokens": tokens}))
     assert 0 < report.stale_share == report.ledger["discarded_tokens_stale"] / report.generated_tokens
     assert report.stale_samples == report.ledger.get("given_up_stale", 0)
     assert report.samples_per_s * report.step_s <= 16
@@ -173,12 +177,23 @@ def test_engines_wait_for_admission_when_synchronous_and_for_environments_when_t
     assert max(slow.engine_idle, key=lambda cause: slow.engine_idle[cause]) == "environments"
 
 
+@pytest.mark.parametrize("on_expire", ["mask", "requeue"])
+def test_by_default_an_answer_that_takes_several_versions_is_trained_from_its_first_token_on(on_expire: str) -> None:
+    tokens = [*[40] * 30, 200]
+    train = {"async_ratio": 1.0, "batch_size": 16}
+    settings = {"run": {"steps": 20}, "rollout": {"on_expire": on_expire}, "simulate": {"response_tokens": tokens}}
+    report, strict = (simulate(make(**settings, train=train | limit)) for limit in ({}, {"max_token_age": 1}))
+    assert 1 < max(report.ages) <= 4
+    assert max(strict.ages) == 1
+    assert report.stale_share == 0 < strict.stale_share
+
+
 def test_engines_wait_for_the_end_only_when_groups_that_became_too_old_are_replaced() -> None:
     report = simulate(
         make(
             run={"steps": 12},
             rollout={"group_size": 1, "extra_groups": 4, "on_expire": "mask"},
-            train={"batch_size": 8, "async_ratio": 1.0},
+            train={"batch_size": 8, "async_ratio": 1.0, "max_token_age": 1},
             simulate={"response_tokens": 20, "train_step_s": 10.0, "swap_s": 0.0},
         )
     )

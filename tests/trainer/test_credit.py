@@ -8,7 +8,7 @@ import pytest
 
 from algorithms.base import Advantage
 from algorithms.shaping import Overlong
-from algorithms.staleness import ExponentialStaleness
+from algorithms.staleness import ExponentialStaleness, LinearStaleness
 from flash.config.learning import AlgorithmConfig
 from flash.errors import ContractError
 from flash.trainer.packing import pack
@@ -21,7 +21,7 @@ NOW = [VersionRun(0, 3)]
 
 
 def credit_of(shard: Shard, estimator: Advantage = "group", **algorithm: object) -> Credit:
-    return assign_credit(shard, AlgorithmConfig(**algorithm), estimator, async_ratio=2.0)
+    return assign_credit(shard, AlgorithmConfig(**algorithm), estimator)
 
 
 def sample(group: int, reward: float, runs: list[VersionRun] = NOW) -> Trajectory:
@@ -127,6 +127,15 @@ def test_weights_by_age_have_mean_one_over_the_samples_with_a_trained_token() ->
     # The oldest trained token of the second sample has age 1, because its older tokens are masked.
     assert weights.tolist() == pytest.approx([1.5, 0.75, 0.0, 0.75])
     assert credit_of(shard).staleness_B.tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(("step", "min_version"), [(9, 5), (2, -2)])
+def test_linear_weights_fall_to_zero_just_beyond_the_age_limit_of_the_batch(step: int, min_version: int) -> None:
+    shard = make_shard(
+        [sample(0, 0.0, [VersionRun(step - age, 2)]) for age in (0, 1, 2)], step=step, min_version=min_version
+    )
+    weights = credit_of(shard, staleness=LinearStaleness()).staleness_B
+    assert weights.tolist() == pytest.approx([5 / 4, 4 / 4, 3 / 4])  # 1 − age / (4 + 1), over their mean
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

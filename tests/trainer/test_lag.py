@@ -179,11 +179,11 @@ def test_versions_whose_updates_were_left_out_have_moved_nothing(tied_model: Pat
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_the_rates_it_had(tied_model: Path, tmp_path: Path) -> None:
-    original = lagging(tied_model, budget=0.3)
+    original = lagging(tied_model, budget=0.3, max_token_age=2)
     for step in (STEP, STEP + 1, STEP + 2):
         original.train_step(drifted(tied_model, step, step=step))
     path = checkpoint.save(tmp_path, original, kept(b""), keep=1)
-    restored = lagging(tied_model, budget=0.3)
+    restored = lagging(tied_model, budget=0.3, max_token_age=2)
     checkpoint.load(path, restored)
     assert original.lag is not None
     assert restored.lag is not None

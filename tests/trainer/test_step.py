@@ -413,25 +413,28 @@ def test_a_rejected_sample_whose_ratio_overflows_spoils_no_gradient(tied_model: 
     assert math.isfinite(metrics["loss"])
 
 
-def test_age_contract_a_token_older_than_the_ratio_stops_the_run(tied_model: Path) -> None:
-    rng = np.random.default_rng(0)
-    old = [make_trajectory(0, i, [VersionRun(1, 4)], rng, reward=float(i)) for i in range(2)]
-    for alpha, bound, allowed in (
-        (0.5, None, False),
-        (1.0, 1, False),
-        (1.1, None, True),
-        (2.0, None, True),
-        (1.0, 2, True),
+def test_age_contract_a_token_older_than_the_limit_stops_the_run(tied_model: Path) -> None:
+    for alpha, bound, age, allowed in (
+        (0.5, 1, 2, False),
+        (1.0, 1, 2, False),
+        (1.1, 2, 2, True),
+        (1.0, 2, 2, True),
+        (0.5, None, 4, True),
+        (0.5, None, 5, False),
+        (2.0, None, 8, True),
+        (2.0, None, 9, False),
     ):
+        rng = np.random.default_rng(0)
+        old = [make_trajectory(0, i, [VersionRun(9 - age, 4)], rng, reward=float(i)) for i in range(2)]
         train = {"async_ratio": alpha, "max_token_age": bound, "max_tokens_per_microbatch": 64}
-        trainer = trainer_at(3, tied_model, train=train)
-        shard = make_shard(old, step=3, min_version=0)
+        trainer = trainer_at(9, tied_model, train=train)
+        shard = make_shard(old, step=9, min_version=0)
         if allowed:
-            assert trainer.train_step(shard)["age_max"] == 2.0
+            assert trainer.train_step(shard)["age_max"] == age
         else:
-            with pytest.raises(ContractError, match="ages run from 2 to 2"):
+            with pytest.raises(ContractError, match=f"ages run from {age} to {age}"):
                 trainer.train_step(shard)
-            assert trainer.version == 3
+            assert trainer.version == 9
 
 
 def test_age_contract_a_token_from_the_future_stops_the_run(tied_model: Path) -> None:

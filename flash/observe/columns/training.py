@@ -108,9 +108,8 @@ BATCH = ColumnGroup(
             label="mean age",
             title="age",
             chart="ages",
-            worry="it stays at its limit (`train.max_token_age`, or else ⌈`train.async_ratio`⌉) and `stale_share` is "
-            "above 0 as well: samples take longer than the allowed age, and tokens are thrown away. With "
-            "`train.async_ratio = 1`, a mean age near 1 alone is normal",
+            worry="it stays above ⌈`train.async_ratio`⌉: samples take several versions. With `train.async_ratio = 1`, "
+            "a mean age near 1 is normal",
             helps="shorten the answers, add engines, or lower `train.async_ratio`",
         ),
         Column(
@@ -132,8 +131,8 @@ BATCH = ColumnGroup(
             title="old%",
             chart="left_out",
             worry="it is above 5 %: answers take longer than the allowed age",
-            helps="set `train.max_token_age` to 4·⌈`train.async_ratio`⌉, shorten the answers "
-            "(`rollout.max_new_tokens`), or add engines. `rollout.on_expire` has other ways to treat such samples",
+            helps="shorten the answers (`rollout.max_new_tokens`), add engines, or raise `train.max_token_age`, whose "
+            "default is 4·⌈`train.async_ratio`⌉. `rollout.on_expire` has other ways to treat such samples",
             alarm=Alarm("stale", 0.1, "of the tokens were too old and not trained"),
         ),
         Column(
@@ -306,7 +305,7 @@ OFF_POLICY = ColumnGroup(
             "ratio_pP_age_N",
             "P-th percentile (1, 50 or 99) of w over the tokens that are N versions old",
             worry="the percentiles of old tokens are much farther from 1 than those of young tokens",
-            helps="lower `train.async_ratio`, or set `algorithm.staleness`",
+            helps="lower `train.async_ratio` or `train.max_token_age`, or set `algorithm.staleness`",
         ),
         Column(
             "mismatch_kl",

@@ -567,7 +567,7 @@ def _contents(trajectory: Trajectory) -> Delivered:
 def _max_age(config: Config) -> int:
     """Return the largest age of a trained token, by the rule of docs/asynchrony.md."""
     age = config.train.max_token_age
-    return math.ceil(config.train.async_ratio - 1e-9) if age is None else age
+    return 4 * math.ceil(config.train.async_ratio - 1e-9) if age is None else age
 
 
 def _rules(config: Config) -> Config:

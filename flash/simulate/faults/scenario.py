@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -303,9 +304,9 @@ def _draw_resumable(dice: random.Random) -> dict[str, Any]:
         "rollout.on_expire": dice.choice(["mask", "mask", "requeue", "wait"]),
         "rollout.swap": dice.choice(["recompute", "keep", "abort", "drain"]),
         "rollout.extra_groups": dice.choice([0, 0, 0, 1]),
+        # Runs are short, so the default is drawn rarely: under it hardly a token becomes too old.
+        "train.max_token_age": math.ceil(alpha) if alpha and dice.random() >= 0.2 else None,
     }
-    if alpha and dice.random() < 0.2:
-        settings["train.max_token_age"] = 3
     if dice.random() < 0.2:
         settings["rollout.fifo_window"] = dice.choice([1.0, 1.5, 2.0])
     return settings

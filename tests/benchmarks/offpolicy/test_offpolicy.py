@@ -66,6 +66,12 @@ def test_a_third_of_a_batch_are_long_answers_whose_tokens_span_so_many_versions(
     assert sorted(one for one in ages if one != tuple(long)) == [(age,) * 6 for age in range(alpha + 1) for _ in "ab"]
 
 
+@pytest.mark.parametrize(("alpha", "age", "limit"), [(2, 0, 2), (2, 8, 8), (0, 0, 0)])
+def test_tokens_older_than_the_data_are_trained_only_if_the_method_says_so(alpha: int, age: int, limit: int) -> None:
+    cell = Cell(method=GRPO.within(0, age), alpha=alpha, mixed=True, span=8, seed=0)
+    assert cell.config().train.max_age == limit
+
+
 def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> None:
     batch = [
         make_trajectory(

@@ -146,7 +146,7 @@ def test_what_a_run_leaves_is_read_with_what_was_done_again(tmp_path: Path) -> N
     made = trajectory(Task(task_id=7, group_id=0, sample_index=7, seed=1), version=0)
     write_batch(directory.batches, Batch(0, 0, [made], []))
     left = left_by(tmp_path / "run")
-    assert (left.max_age, left.ledger) == (2, LEDGER)
+    assert (left.max_age, left.ledger) == (8, LEDGER)
     assert ([row["step"] for row in left.rows], [row["step"] for row in left.redone]) == ([0], [1])
     assert left.batches == [Trained(0, 0, [(7, made.versions)])]
 

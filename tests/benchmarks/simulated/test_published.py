@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated.figures import change, workload
+from benchmarks.simulated.figures import change, ours, workload
 from benchmarks.simulated.peers.asynchronous import (
     Areal,
     ArealRules,
@@ -49,6 +49,10 @@ def test_the_mean_age_of_a_steady_state_follows_its_closed_form(places: int, que
     age = simulated_age(places, 40, queue_factor, rho, LENGTH, 1, 20, LENGTH // places)
     exact = closed_form(places, 40, queue_factor, rho, 1)
     assert age == pytest.approx(exact, abs=1 / 40 if rho < 1 else 1e-9)
+
+
+def test_our_own_runs_beside_those_of_others_train_no_token_that_others_would_drop() -> None:
+    assert max(ours(workload("length_bias", run={"steps": 6})).ages) == 2
 
 
 def test_verl_starts_no_group_ahead_at_a_threshold_of_zero() -> None:
