@@ -2,9 +2,10 @@
 
 Invariant: engine and trainer both report the log-prob of a token under the distribution from which the token was drawn.
 
-Sampling settings such as `top_k` leave tokens out of the distribution. The tokens that remain are the *kept set*, which
-includes the drawn token. The trainer cannot compute the set again exactly, because its log-probs differ slightly from
-the engine's. So the engine sends the kept set of each drawn token (`Kept`), and the trainer normalises over this set.
+Sampling settings such as `top_k` leave tokens out of the distribution, and so does a *grammar*, which describes the
+form that a response must have. The tokens that remain are the *kept set*, which includes the drawn token. The trainer
+cannot compute the set again exactly, because its log-probs differ slightly from the engine's, and it knows no grammar.
+So the engine sends the kept set of each drawn token (`Kept`), and the trainer normalises over this set.
 
 In a mixture-of-experts model, a small difference may also choose other experts. The experts that the engine chose for
 each token can travel as *routes* (`Routes`), and the trainer then uses the same experts.
@@ -13,6 +14,7 @@ each token can travel as *routes* (`Routes`), and the trainer then uses the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,21 +63,63 @@ PLAIN = Sampling()
 """Settings that change nothing: tokens are drawn from the policy's own distribution."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """Form that a response must have, in the language of the engines: it forbids tokens while the response is sampled.
+
+    `flash.rollout.episode.tokenizer.HfTokenizer.grammar` makes it from a `ResponseForm` of the environment.
+    """
+
+    tag: str
+    """JSON of a structural tag of the package xgrammar, which describes all possible texts of the response."""
+    reasoning: dict[str, Any] | None = None
+    """Arguments of the chat template, from which the parser of reasoning finds out if the model reasons. The grammar
+    then holds after the reasoning. None: the grammar holds from the first token."""
+
+
+WHOLE = -1
+"""Entry of `Kept.counts` for a token that was drawn from the whole vocabulary."""
+FIRST_MASK = -2
+"""Entry of `Kept.counts` for a token whose kept set is the first of `Kept.masks`; −3 is the second mask, and so on."""
+
+
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Kept sets of some consecutive sampled tokens: for each, the tokens that could have been drawn.
 
-    A kept set also contains the drawn token. That token is not stored, because it is known.
+    A kept set also contains the drawn token. That token is not stored, because it is known. A grammar may allow nearly
+    the whole vocabulary, for example inside a string. Such a large set is stored as a mask, once for all its tokens.
     """
 
     ids: bytes = b""
     """int32: token ids of the first set without its drawn token, then of the second set, and so on."""
     counts: bytes = b""
-    """int32: number of stored tokens of each set."""
+    """int32: number of stored tokens of each set. A negative number is `WHOLE`, or `FIRST_MASK` − i for mask i."""
+    masks: tuple[bytes, ...] = ()
+    """Large sets, each once and all of one length: bit i, counted from the lowest bit of the first byte, is 1 if token
+    i could have been drawn."""
 
     @classmethod
     def of(cls, ids: Sequence[int] | Int32Array, counts: Sequence[int] | Int32Array) -> Kept:
         """Encode the token ids of all sets, one set after the other, and the size of each set, without drawn tokens."""
         return cls(np.asarray(ids, dtype="<i4").tobytes(), np.asarray(counts, dtype="<i4").tobytes())
+
+    @classmethod
+    def of_masks(cls, masks: Sequence[bytes | None], token_ids: Sequence[int]) -> Kept:
+        """Encode the mask of each drawn token, in the form of `masks`. None: the whole vocabulary.
+
+        A set of few tokens is stored as their ids, if these take less memory than the mask.
+        """
+        ids, counts, large = list[Int32Array](), list[int](), dict[bytes, int]()
+        for mask, token in zip(masks, token_ids, strict=True):
+            if mask is None:
+                counts.append(WHOLE)
+                continue
+            if 4 * int.from_bytes(mask, "little").bit_count() > len(mask):
+                counts.append(FIRST_MASK - large.setdefault(mask, len(large)))
+                continue
+            kept = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
+            ids.append(kept[kept != token].astype("<i4"))
+            counts.append(len(ids[-1]))
+        return cls(b"".join(each.tobytes() for each in ids), np.array(counts, dtype="<i4").tobytes(), tuple(large))
 
     @property
     def tokens(self) -> int:
@@ -85,7 +129,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return len(self.ids) + len(self.counts)
+        return len(self.ids) + len(self.counts) + sum(map(len, self.masks))
 
     def numbers(self) -> tuple[Int32Array, Int32Array]:
         """Return `ids` and `counts` as int32 arrays, which are views."""
@@ -93,22 +137,28 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def part(self, start: int, stop: int) -> Kept:
         """Return the sets of the sampled tokens with the indices [start, stop)."""
-        counts = self.numbers()[1]
-        begin, end = int(counts[:start].sum()), int(counts[:stop].sum())
-        return Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
+        return list(self.parts((start, stop - start)))[1]
 
     def parts(self, sizes: Iterable[int]) -> Iterator[Kept]:
         """Yield the sets of the first `sizes[0]` sampled tokens, of the next `sizes[1]`, and so on.
 
-        One pass over the counts serves all parts, where `part` would sum them again for each.
+        One pass over the counts serves all parts.
         """
         counts = self.numbers()[1]
         start = begin = 0
         for size in sizes:
-            stop = start + size
-            end = begin + int(counts[start:stop].sum())
-            yield Kept(self.ids[4 * begin : 4 * end], self.counts[4 * start : 4 * stop])
-            start, begin = stop, end
+            own = counts[start : start + size]
+            start += size
+            end = begin + int(own.clip(0).sum())
+            masks: tuple[bytes, ...] = ()
+            if self.masks:
+                # A part holds only the masks of its own tokens, which are numbered from 0 again.
+                used, number = np.unique(FIRST_MASK - own[own <= FIRST_MASK], return_inverse=True)
+                own = own.copy()
+                own[own <= FIRST_MASK] = FIRST_MASK - number
+                masks = tuple(self.masks[each] for each in used)
+            yield Kept(self.ids[4 * begin : 4 * end], own.tobytes(), masks)
+            begin = end
 
     def fault(self, tokens: int) -> str | None:
         """Check that these are kept sets of `tokens` sampled tokens. Returns a phrase for a fault, or None.
@@ -120,15 +170,38 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
         ids, counts = self.numbers()
         if len(counts) != tokens:
             return f"{tokens} sampled tokens, but kept sets for {len(counts)}, with {len(ids)} tokens"
-        if (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(ids):
+        if int(counts.clip(0).sum(dtype=np.int64)) != len(ids):
             return f"kept sets whose sizes do not sum to the number of their tokens, {len(ids)}"
+        if (counts <= FIRST_MASK - len(self.masks)).any():
+            return f"a kept set that is none of its {len(self.masks)} masks"
+        if len({len(mask) for mask in self.masks}) > 1:
+            return "masks of different lengths"
         return "a kept token with a negative id" if (ids < 0).any() else None
 
 
-def join_kept(parts: Iterable[Kept]) -> Kept:
-    """Join the kept sets of consecutive parts of a response."""
-    parts = list(parts)
-    return Kept(b"".join(part.ids for part in parts), b"".join(part.counts for part in parts))
+def join_kept(parts: Sequence[Kept | None], tokens: Sequence[int]) -> Kept | None:
+    """Join the kept sets of consecutive parts of a response. Returns None if no part has kept sets.
+
+    Args:
+        parts: kept sets of each part. None if its tokens were drawn from the whole vocabulary.
+        tokens: number of tokens of each part.
+    """
+    if all(part is None for part in parts):
+        return None
+    ids, counts, masks = list[bytes](), list[bytes](), dict[bytes, int]()
+    for part, count in zip(parts, tokens, strict=True):
+        if part is None:
+            part = Kept(counts=np.full(count, WHOLE, dtype="<i4").tobytes())
+        ids.append(part.ids)
+        own = part.numbers()[1]
+        if part.masks:
+            # Parts may share masks, which the whole holds only once.
+            joined = np.array([masks.setdefault(mask, len(masks)) for mask in part.masks])
+            masked = own <= FIRST_MASK
+            own = own.copy()
+            own[masked] = FIRST_MASK - joined[FIRST_MASK - own[masked]]
+        counts.append(own.tobytes())
+    return Kept(b"".join(ids), b"".join(counts), tuple(masks))
 
 
 class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):

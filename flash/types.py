@@ -155,7 +155,8 @@ class Completion(msgspec.Struct, frozen=True):
     """Reason for the end of the response. `stop`: the model ended it. `length`: it reached the token limit. `text`: it
     ends with one of the texts of `Sampling.stop` or one of the tokens of `Sampling.stop_token_ids`."""
     kept: Kept | None = None
-    """Kept set of each token: the tokens that could have been drawn. None if the sampling settings keep all tokens."""
+    """Kept set of each token: the tokens that could have been drawn. None if neither the sampling settings nor a
+    grammar leave a token out."""
     routes: Routes | None = None
     """Experts (of a mixture-of-experts model) chosen for each token of the prompt and of the response, except the last
     one: the model never runs on it. None if the engine does not report them."""
@@ -213,7 +214,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     branches: tuple[int, ...] = (0,)
     """Position in `token_ids` at which each branch begins, ascending. Each branch has at least one action token."""
     kept: Kept | None = None
-    """Kept set of each action token. None if the sampling settings keep all tokens."""
+    """Kept set of each action token. None if neither the sampling settings nor a grammar leave a token out."""
     routes: Routes | None = None
     """Experts (of a mixture-of-experts model) chosen for each of the T tokens. None if engines do not report them."""
     teacher: bytes | None = None
@@ -492,6 +493,28 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
 
 Tool = dict[str, Any]
 """Function that the model may call, as the OpenAI API describes it: `{"type": "function", "function": {"name": …}}`."""
+
+
+ANY_CALL = "*"
+"""Value of `ResponseForm.call` for any of the offered functions."""
+
+
+class ResponseForm(msgspec.Struct, frozen=True):
+    """Form that a response must have. Tokens that do not lead to this form are forbidden while it is sampled.
+
+    With reasoning (`model.reasoning_parser`), the form holds after the reasoning, which is free. The arguments of each
+    call follow the JSON schema of its function.
+    """
+
+    schema: dict[str, Any] | None = None
+    """JSON schema of the text; None: free text."""
+    call: str = ""
+    """Function that the response must call: a name, or `ANY_CALL` for at least one of the offered functions. The
+    response then has no text. Empty: the response need not call a function."""
+    calling: bool = True
+    """True if the response may call the offered functions instead of having text in the form of `schema`."""
+    single: bool = False
+    """True if the response may have only one call."""
 
 
 RESERVED_ARGUMENTS = frozenset(

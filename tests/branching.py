@@ -33,6 +33,6 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         turns=turns,
         reward=math.fsum(turn.reward for turn in turns),
         branches=begins,
-        kept=join_kept(part.kept for part in parts if part.kept is not None) if parts[0].kept else None,
+        kept=join_kept([part.kept for part in parts], [part.action_count for part in parts]),
         routes=join_routes([part.routes for part in parts], [part.length for part in parts]),
     )

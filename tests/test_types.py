@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flash.branches import branch_tokens, count_trained_branches, divide_versions, spans_by_turn, split_branches
-from flash.sampling import Kept, Routes, join_kept
+from flash.sampling import FIRST_MASK, WHOLE, Kept, Routes, join_kept
 from flash.types import Task, VersionRun, append_versions
 from tests.branching import joined
 from tests.samples.cases import trajectory
@@ -79,9 +79,53 @@ def test_kept_sets_that_were_divided_are_the_whole_again(counts: list[int], data
     whole = Kept.of(range(sum(counts)), counts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(counts)), max_size=4)))
     parts = [whole.part(start, stop) for start, stop in pairwise((0, *cuts, len(counts)))]
-    assert join_kept(parts) == whole
+    assert join_kept(parts, [part.tokens for part in parts]) == whole
     assert all(part.fault(part.tokens) is None for part in parts)
     assert whole.size == 4 * (len(counts) + sum(counts))
+
+
+MASK_BITS = 64
+"""Number of tokens of the vocabulary whose kept sets are masks."""
+
+
+@given(st.lists(st.none() | st.sets(st.integers(0, MASK_BITS - 1), min_size=1), max_size=12), st.data())
+def test_large_kept_sets_are_stored_once_and_each_part_has_those_of_its_own_tokens(
+    sets: list[set[int] | None], data: st.DataObject
+) -> None:
+    masks = [None if one is None else sum(1 << token for token in one).to_bytes(8, "little") for one in sets]
+    drawn = [0 if one is None else data.draw(st.sampled_from(sorted(one))) for one in sets]
+    whole = Kept.of_masks(masks, drawn)
+    assert whole.fault(len(sets)) is None
+    assert len(set(whole.masks)) == len(whole.masks)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sets)), max_size=4)))
+    bounds = list(pairwise((0, *cuts, len(sets))))
+    parts = [whole.part(start, stop) for start, stop in bounds]
+    assert join_kept(parts, [part.tokens for part in parts]) == (whole if parts else None)
+    for part, (start, stop) in zip(parts, bounds, strict=True):
+        assert part.fault(stop - start) is None
+        found = [tokens_of(part, place, token) for place, token in enumerate(drawn[start:stop])]
+        assert found == sets[start:stop]
+        assert len(part.masks) == len({mask for mask in masks[start:stop] if mask in part.masks})
+
+
+def tokens_of(kept: Kept, place: int, drawn: int) -> set[int] | None:
+    """Return the tokens that could have been drawn at a place where `drawn` was; None if all could have been."""
+    one = kept.part(place, place + 1)
+    ids, counts = one.numbers()
+    if counts[0] == WHOLE:
+        return None
+    if counts[0] <= FIRST_MASK:
+        mask = int.from_bytes(one.masks[FIRST_MASK - counts[0]], "little")
+        return {token for token in range(MASK_BITS) if mask >> token & 1}
+    return {drawn, *ids.tolist()}
+
+
+def test_tokens_without_kept_sets_are_drawn_from_the_whole_vocabulary() -> None:
+    kept = Kept.of([5], [1])
+    joined_sets = join_kept([None, kept, None], [2, 1, 1])
+    assert joined_sets is not None
+    assert joined_sets.numbers()[1].tolist() == [WHOLE, WHOLE, 1, WHOLE]
+    assert join_kept([None, None], [2, 1]) is None
 
 
 def test_kept_sets_that_cannot_be_those_of_the_tokens_are_told() -> None:
@@ -94,5 +138,7 @@ def test_kept_sets_that_cannot_be_those_of_the_tokens_are_told() -> None:
         Kept.of([5, 6], [2, 0, 1]),
         Kept.of([5, 6, 7], [4, 0, -1]),
         Kept.of([5, -6, 7], [2, 0, 1]),
+        replace(good, counts=Kept.of([], [2, FIRST_MASK, 1]).counts),
+        replace(good, masks=(b"12345678", b"1234")),
     ):
         assert wrong.fault(3) is not None

@@ -350,6 +350,8 @@ NOT_PASSED: dict[str, str] = {
     "kv_cache_memory_bytes": "use engine.kv_cache_gib on the CPU, engine.memory_fraction on GPUs",
     "device_ids": "use cluster.gpus_per_node, engine.count and engine.tensor_parallel",
     "weight_transfer_config": "use weights.backend",
+    "reasoning_parser*": "use model.reasoning_parser",
+    "structured_outputs_config": "Flash computes with xgrammar which tokens a form of responses forbids",
     "max_logprobs": "use rollout.top_k",
     "spec_*": "use speculative_config",
     **dict.fromkeys(("model_weights", "hf_config_path", "config_format", "*revision", "tokenizer*"), SAME_MODEL),

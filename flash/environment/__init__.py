@@ -32,6 +32,7 @@ from flash.environment.interface import (
 )
 from flash.environment.shared import run_name, shared, sharing
 from flash.environment.threaded import wrap
+from flash.types import ANY_CALL, ResponseForm
 
 __all__ = [
     "Environment",
@@ -43,7 +44,9 @@ __all__ = [
     "Prepared",
     "Informed",
     "EpisodeView",
+    "ANY_CALL",
     "Expected",
+    "ResponseForm",
     "Said",
     "Kinds",
     "Collected",

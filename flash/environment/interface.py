@@ -37,7 +37,7 @@ from flash.config.section import (
     TopP,
 )
 from flash.sampling import Sampling
-from flash.types import Message, Observation, Piece, Tool
+from flash.types import Message, Observation, Piece, ResponseForm, Tool
 
 HELD_OUT = 1 << 31
 """First seed of the held-out problems, which are the problems of evaluations. Training problems have smaller seeds."""
@@ -168,6 +168,8 @@ class Expected(msgspec.Struct, frozen=True):
     """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
+    form: ResponseForm | None = None
+    """Form that the response must have; None: no form."""
     hear: Callable[[Piece, int], None] | None = None
     """Function that is called with each piece of the response while it is sampled, and with the size of the prompt in
     tokens; None: no function."""
@@ -211,6 +213,16 @@ class NextResponse(Protocol):
 
     def stop_at(self, texts: Sequence[str]) -> None:
         """End the next response after the first of these texts that it contains."""
+        ...
+
+    def form(self, form: ResponseForm) -> None:
+        """Let the next response have this form. Call it after `go_on`, `offer` and `template`.
+
+        The trainer learns which tokens the form has forbidden, and trains the policy under the form.
+
+        Raises:
+            EnvError: engines cannot sample in this form.
+        """
         ...
 
     def listen(self, hear: Callable[[Piece, int], None], *, calling: bool = True) -> None:

@@ -17,6 +17,8 @@ from copy import copy
 from functools import partial
 from typing import Any, get_args
 
+from flash.foreign.grammars import GENERATED
+
 # -- starting and ending ---------------------------------------------------------------------------------------------
 
 
@@ -124,7 +126,9 @@ def is_refusal(error: BaseException) -> bool:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def sampling_parameters(settings: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0) -> Any:
+def sampling_parameters(
+    settings: Mapping[str, Any], max_tokens: int, *, likeliest: int = 0, tag: str | None = None, generated: int = 0
+) -> Any:
     """Return vLLM's parameters of a request for one response, whose tokens and log-probs are delivered in pieces.
 
     The engine calls this, and shares the result among requests with equal settings.
@@ -133,9 +137,14 @@ def sampling_parameters(settings: Mapping[str, Any], max_tokens: int, *, likelie
         settings: settings of sampling and stopping, by vLLM's own names.
         max_tokens: largest number of tokens of the response.
         likeliest: number of most likely tokens whose log-probs are reported in addition to the sampled token's.
+        tag: structural tag of the grammar under which the tokens are sampled; None: no grammar.
+        generated: number of tokens at the end of the prompt after which the grammar continues.
     """
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+    if tag is not None:
+        grammar = StructuredOutputsParams(structural_tag=tag)
+        settings = {**settings, "structured_outputs": grammar, "extra_args": {GENERATED: generated}}
     return SamplingParams(
         **settings,
         max_tokens=max_tokens,

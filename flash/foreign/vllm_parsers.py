@@ -17,14 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flash.foreign.grammars import text_tag
+
 TOUCHED = (
     "vllm.tokenizers.hf:get_cached_tokenizer",
     "vllm.parser:ParserManager.get_parser",
     "vllm.parser.abstract_parser:Parser.set_prompt_token_ids",
     "vllm.parser.abstract_parser:Parser.tool_parser",
+    "vllm.parser.abstract_parser:Parser.adjust_request",
     "vllm.parser.abstract_parser:Parser.parse",
     "vllm.parser.abstract_parser:Parser.parse_delta",
     "vllm.entrypoints.generate.base.protocol:DeltaMessage.reasoning",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.extract_structured_outputs",
     "vllm.parser.engine.adapters:ParserEngineToolAdapter._parser_engine",
     "vllm.parser.engine.parser_engine:ParserEngine.parser_engine_config",
     "vllm.parser.engine.parser_engine_config:ParserEngineConfig.terminals",
@@ -129,6 +133,7 @@ class Parsers:
         self._tokenizer: Any = get_cached_tokenizer(tokenizer)
         self._request_class: Any = ChatCompletionRequest
         self._arguments = dict(arguments or {})
+        self._tool = tool
         try:
             parser_class: Any = ParserManager.get_parser(
                 tool,
@@ -171,6 +176,46 @@ class Parsers:
         malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
         return Parsed(reasoning or "", content or "", called, malformed)
 
+    def tag(
+        self, schema: dict[str, Any] | None, tools: Sequence[dict[str, Any]], *, call: str | None, single: bool
+    ) -> str:
+        """Return the structural tag of the texts that these parsers read as answers of a form (`ResponseForm`).
+
+        Args:
+            schema: JSON schema of the content; None: free text, or no text.
+            tools: functions that may be called.
+            call: name of the function that must be called, or "required" for any of them, "auto" if the answer may
+                also be text, None if calls are not read.
+            single: True if at most one function may be called.
+
+        Raises:
+            ValueError: a call cannot be forced in the format that the tool parser reads; or the form is invalid.
+        """
+        choice: Any = call or "none"
+        if choice not in ("auto", "none", "required"):
+            choice = {"type": "function", "function": {"name": call}}
+        fields: dict[str, Any] = {"messages": [], "chat_template_kwargs": self._arguments}
+        if schema is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        if tools:
+            # vLLM enforces the schema of a function's arguments only if the function is strict.
+            strict = [{**tool, "function": _with_parameters(tool["function"])} for tool in tools]
+            fields |= {"tools": strict, "tool_choice": choice, "parallel_tool_calls": not single}
+        try:
+            request = self._request_class(**fields)
+            parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._arguments)
+            wanted = parser.adjust_request(request).extract_structured_outputs()
+        except Exception as error:  # parsers are written by many authors, and raise errors of any type
+            raise ValueError(str(error)) from error
+        if wanted is not None and wanted.structural_tag is not None:
+            return wanted.structural_tag
+        if (tools and call is not None) or schema is None:
+            # vLLM would forbid calls, or force JSON that the tool parser does not read as a call.
+            raise ValueError(
+                f"vLLM cannot write calls under a grammar in the format of model.tool_parser = {self._tool!r}"
+            )
+        return text_tag(schema)
+
     def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> StreamParser:
         """Return a parser for a response whose pieces a user hears while it is sampled. Called when the response
         begins.
@@ -191,6 +236,11 @@ class Parsers:
         parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._arguments)
         parser.set_prompt_token_ids(list(prompt))
         return parser, request
+
+
+def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a function whose arguments must follow their schema: an object, if it has none."""
+    return {**function, "parameters": function.get("parameters") or {"type": "object"}, "strict": True}
 
 
 class StreamParser:

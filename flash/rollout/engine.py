@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from flash.errors import EngineDeadError
-from flash.sampling import PLAIN, Kept, Sampling
+from flash.sampling import PLAIN, Grammar, Kept, Sampling
 from flash.types import Completion, Published, VersionRun
 
 
@@ -60,6 +60,8 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """Temperature and other settings of the distribution that each token is drawn from."""
     stop: tuple[str, ...] = ()
     """Texts that end the response, beside `sampling.stop`. The response ends with the tokens of the text."""
+    grammar: Grammar | None = None
+    """Form that the response must have; None: every text is allowed."""
     seed: int | None = None
     """Seed of the random draws: the tokens then depend only on the seed, the prompt and the weights. None: the engine
     uses its own random state, so the tokens also depend on the other requests that it serves."""
@@ -96,7 +98,7 @@ class Progress(msgspec.Struct, frozen=True):
     """Policy version of each token, run-length encoded."""
     kept: Kept | None = None
     """For each position, the other tokens that could have been drawn. The trainer normalises over the same tokens. None
-    if the request's sampling leaves no token out."""
+    if neither the request's sampling nor a grammar leaves a token out."""
 
 
 class Pressure(msgspec.Struct, frozen=True):

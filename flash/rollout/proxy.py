@@ -83,7 +83,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
 class PartialResponse:
     """The tokens of one response so far, from all engines that have worked on it.
 
-    A token's *kept set* has the tokens that settings such as top_k left in the distribution from which it was sampled.
+    A token's *kept set* has the tokens that settings such as top_k, or a grammar, left in the distribution from which
+    it was sampled.
 
     Invariant: tokens, log-probs, versions and kept sets stay aligned, and each token stays as its engine gave it.
     """
@@ -93,7 +94,10 @@ class PartialResponse:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
-        self._kept: list[Kept] = []
+        self._kept: list[Kept | None] = []
+        """Kept sets of each piece."""
+        self._sizes: list[int] = []
+        """Number of tokens of each piece."""
         self._moved_at = 0
         """Number of tokens that the response had when the newest engine got the request."""
 
@@ -124,8 +128,8 @@ class PartialResponse:
         self._tokens += piece.token_ids
         self._logprobs += piece.logprobs
         append_versions(self._versions, piece.versions)
-        if piece.kept is not None:
-            self._kept.append(piece.kept)
+        self._kept.append(piece.kept)
+        self._sizes.append(len(piece.token_ids))
 
     def exhausted(self) -> Completion | None:
         """Return the whole response if it has reached its token limit, else None.
@@ -150,14 +154,15 @@ class PartialResponse:
         (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
         before = self._kept_until(at)
-        kept = None if before is None or last.kept is None else join_kept((before, last.kept))
+        kept = join_kept((before, last.kept), (at, len(last.token_ids)))
         # The last engine has computed the earlier tokens again, so its routes (the experts that it chose) are for all
         # tokens.
         return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish, kept, last.routes)
 
     def _kept_until(self, tokens: int) -> Kept | None:
         """Return the kept sets of the first `tokens` tokens; None if the engines have given none."""
-        return join_kept(self._kept).part(0, tokens) if self._kept else None
+        kept = join_kept(self._kept, self._sizes)
+        return None if kept is None else kept.part(0, tokens)
 
 
 class _Wait:

@@ -8,7 +8,7 @@ A *call* is either a `sessions.Call`, which is one wanted answer with its reques
 a message. The *name* of a `Call` becomes part of ids.
 
 The run's configuration alone decides how tokens are sampled. Sampling settings that a request may name, such as
-`temperature`, do not change it; a difference is logged. A field that would forbid or force tokens is refused.
+`temperature`, do not change it; a difference is logged. A request may want a form of the answer (`forms`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import msgspec
 from flash.service import tools
 from flash.service.fields import (
     MODEL,
-    WHY_NO_GRAMMAR,
     WHY_NO_TOP_LOGPROBS,
     ApiError,
     ContentPart,
@@ -42,7 +41,8 @@ from flash.service.fields import (
     text_of,
     unsupported,
 )
-from flash.types import ASSISTANT, TOOL, Message, Piece, Tool
+from flash.service.forms import may_call, response_form, schema_of
+from flash.types import ASSISTANT, TOOL, Message, Piece, ResponseForm, Tool
 
 ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
 """Roles that a message of a request may have, and the role in chat templates for each."""
@@ -76,6 +76,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """True if the agent wants the log-probs of the answer's tokens."""
     stop: tuple[str, ...] = ()
     """Stop texts: the answer ends before the first of them."""
+    response_form: ResponseForm | None = None
+    """Form that the answer must have; None: no form."""
     choices: int = 1
     """Number of answers that the agent wants."""
     sampling: tuple[tuple[str, float], ...] = ()
@@ -122,7 +124,7 @@ class AgentRequest(msgspec.Struct, frozen=True):
         `sampling`, because it is ignored.
         """
         fields = self.messages, self.tools, self.template, self.calling, self.parallel, self.object_arguments
-        return msgspec.json.encode((*fields, self.max_tokens, self.logprobs, self.stop))
+        return msgspec.json.encode((*fields, self.max_tokens, self.logprobs, self.stop, self.response_form))
 
 
 def _digest(content: bytes) -> bytes:
@@ -173,10 +175,17 @@ class ChatMessage(msgspec.Struct):
     """Weight of an answer in a row for `flash sft`; 0: the answer is not trained. Requests have no such field."""
 
 
+class _JsonSchema(msgspec.Struct):
+    """Description of a JSON text. Its name and description are ignored."""
+
+    schema: dict[str, Any] | None = None
+
+
 class _ResponseFormat(msgspec.Struct):
-    """Format of the answer's text. Only `text` is supported."""
+    """Format of the answer's text."""
 
     type: str = "text"
+    json_schema: _JsonSchema | None = None
 
 
 class _ChatBody(RequestedSampling, kw_only=True):
@@ -221,15 +230,19 @@ def read(body: bytes) -> AgentRequest:
     check_limit(parsed.max_tokens, "max_tokens")
     check_limit(parsed.max_completion_tokens, "max_completion_tokens")
     limits = [limit for limit in (parsed.max_tokens, parsed.max_completion_tokens) if limit is not None]
+    format = parsed.response_format or _ResponseFormat()
+    schema = schema_of(format.type, format.json_schema and format.json_schema.schema, "response_format")
+    offered, parallel = tools.offered(parsed.tools or []), parsed.parallel_tool_calls is not False
     return AgentRequest(
         messages=messages_of(parsed.messages),
         max_tokens=min(limits, default=None),
         stream=bool(parsed.stream),
         with_usage=parsed.stream_options is not None and bool(parsed.stream_options.include_usage),
-        tools=tools.offered(parsed.tools or []),
+        tools=offered,
         template=parsed.chat_template_kwargs or {},
-        calling=tools.may_call(parsed.tool_choice),
-        parallel=parsed.parallel_tool_calls is not False,
+        calling=may_call(parsed.tool_choice),
+        response_form=response_form(schema, parsed.tool_choice, offered, parallel=parallel),
+        parallel=parallel,
         logprobs=bool(parsed.logprobs),
         stop=stop_texts(parsed.stop),
         choices=answers_wanted(parsed.n),
@@ -252,8 +265,6 @@ def _refuse_unsupported(parsed: _ChatBody) -> None:
     refuse_set_fields({"logit_bias": parsed.logit_bias, "functions": parsed.functions})
     if parsed.top_logprobs:
         raise unsupported("top_logprobs", WHY_NO_TOP_LOGPROBS)
-    if parsed.response_format is not None and parsed.response_format.type != "text":
-        raise unsupported("response_format", WHY_NO_GRAMMAR)
 
 
 def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:

@@ -3,7 +3,7 @@
 The `read` functions of `chat`, `completions`, `responses` and `messages` decode the body of each request with these
 functions, and `app` sends an `ApiError` that they raise as the response. The run's configuration alone decides how
 answers are sampled, because training needs the probabilities of the tokens under these settings. So a request's own
-sampling settings are ignored with a warning, and fields that would forbid or force tokens are refused.
+sampling settings are ignored with a warning. A form that the answer must have is not a sampling setting: see `forms`.
 """
 
 from __future__ import annotations
@@ -64,13 +64,6 @@ def unsupported(name: str, reason: str = "leave it out") -> ApiError:
     """
     return ApiError(400, f"`{name}` is not supported here: {reason}.", "unsupported_parameter", name)
 
-
-WHY_NO_GRAMMAR = (
-    "a grammar would forbid tokens while the answer is sampled. Training does not know which tokens were forbidden, "
-    "and would compute wrong probabilities of the sampled ones (docs/agents.md, 'Nothing is sampled under a grammar'). "
-    "Leave it out, describe the form in words, check the answer, and repeat the request or lower the reward"
-)
-"""Reason why nothing is sampled under a grammar, as part of an error message."""
 
 WHY_NO_TOP_LOGPROBS = "the run keeps only the log-probs of sampled tokens"
 """Reason why an answer has no log-probs of tokens that were not sampled, as part of an error message."""

@@ -23,7 +23,6 @@ from flash.service import tools
 from flash.service.chat import AgentRequest, ChatMessage, PolicyAnswer, messages_of
 from flash.service.fields import (
     MODEL,
-    WHY_NO_GRAMMAR,
     ApiError,
     ContentPart,
     RequestedSampling,
@@ -35,8 +34,8 @@ from flash.service.fields import (
     refuse_unserved,
     requested_sampling,
     stop_texts,
-    unsupported,
 )
+from flash.service.forms import may_call, response_form, schema_of
 from flash.types import ASSISTANT, TOOL, Piece, Tool, ToolCall
 
 TEXT, THINKING, TOOL_USE, TOOL_RESULT = "text", "thinking", "tool_use", "tool_result"
@@ -99,6 +98,8 @@ class _ToolChoice(msgspec.Struct):
     """Choice of the tools that the policy may or must use."""
 
     type: str
+    name: str = ""
+    """Name of the function that must be called."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -108,11 +109,17 @@ class _Thinking(msgspec.Struct):
     type: str
 
 
+class _OutputFormat(msgspec.Struct):
+    """Format of the answer's text."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
 class _OutputConfig(msgspec.Struct):
     """Settings of the answer."""
 
-    format: Any = None
-    """Schema that the answer must follow; refused."""
+    format: _OutputFormat | None = None
 
 
 class _CountBody(RequestedSampling, kw_only=True):
@@ -128,7 +135,8 @@ class _CountBody(RequestedSampling, kw_only=True):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: Any = None
+    output_format: _OutputFormat | None = None
+    """Older place of `output_config.format`."""
     container: Any = None
     mcp_servers: Any = None
     stop_sequences: list[str] | None = None
@@ -188,25 +196,26 @@ def _request(parsed: _CountBody, max_tokens: int | None) -> AgentRequest:
     check_elements(_lists(parsed), "messages")
     refuse_unserved(parsed)
     refuse_set_fields({"container": parsed.container, "mcp_servers": parsed.mcp_servers})
-    if parsed.output_config is not None and parsed.output_config.format is not None:
-        raise unsupported("output_config.format", WHY_NO_GRAMMAR)
-    if parsed.output_format is not None:
-        raise unsupported("output_format", WHY_NO_GRAMMAR)
+    format = (parsed.output_config and parsed.output_config.format) or parsed.output_format
+    schema = None if format is None else schema_of(format.type, format.schema, "output_config.format")
     if not parsed.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
     given = list(_system(parsed.system))
     for index, message in enumerate(parsed.messages):
         given += _chat_messages(message, f"messages[{index}]")
-    choice = parsed.tool_choice or _ToolChoice("auto")
+    given_choice = parsed.tool_choice or _ToolChoice("auto")
+    named = {"type": "function", "name": given_choice.name}
+    choice = {"any": "required", "tool": named}.get(given_choice.type, given_choice.type)
+    offered, parallel = _function_tools(parsed.tools or []), not given_choice.disable_parallel_tool_use
     return AgentRequest(
         messages=messages_of(given),
         max_tokens=max_tokens,
         stream=bool(parsed.stream),
-        tools=_function_tools(parsed.tools or []),
+        tools=offered,
         template=parsed.chat_template_kwargs or {},
-        # `any` and `tool` force a call, as `required` does in OpenAI's APIs.
-        calling=tools.may_call("required" if choice.type in ("any", "tool") else choice.type),
-        parallel=not choice.disable_parallel_tool_use,
+        calling=may_call(choice),
+        response_form=response_form(schema, choice, offered, parallel=parallel),
+        parallel=parallel,
         object_arguments=True,
         stop=stop_texts(parsed.stop_sequences, "stop_sequences"),
         sampling=requested_sampling(parsed),

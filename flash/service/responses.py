@@ -24,7 +24,6 @@ from flash.service import tools
 from flash.service.chat import ROLES, AgentRequest, PolicyAnswer
 from flash.service.fields import (
     MODEL,
-    WHY_NO_GRAMMAR,
     ApiError,
     ContentPart,
     RequestedSampling,
@@ -38,8 +37,8 @@ from flash.service.fields import (
     requested_sampling,
     shortened,
     text_of,
-    unsupported,
 )
+from flash.service.forms import may_call, response_form, schema_of
 from flash.service.tools import as_json
 from flash.types import ASSISTANT, TOOL, Message, Piece, Tool, ToolCall
 
@@ -296,9 +295,10 @@ class _ResponsesTool(msgspec.Struct):
 
 
 class _TextFormat(msgspec.Struct):
-    """Format of the answer's text. Only `text` is supported."""
+    """Format of the answer's text."""
 
     type: str = "text"
+    schema: dict[str, Any] | None = None
 
 
 class _Text(msgspec.Struct):
@@ -362,8 +362,9 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequ
             "truncation": parsed.truncation not in (None, "disabled"),
         }
     )
-    if parsed.text is not None and parsed.text.format is not None and parsed.text.format.type != "text":
-        raise unsupported("text.format", WHY_NO_GRAMMAR)
+    format = (parsed.text and parsed.text.format) or _TextFormat()
+    schema = schema_of(format.type, format.schema, "text.format")
+    offered, parallel = _function_tools(parsed.tools or []), parsed.parallel_tool_calls is not False
     before: Sequence[Message] = ()
     if parsed.previous_response_id is not None:
         if parsed.previous_response_id not in earlier:
@@ -376,10 +377,11 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponsesRequ
         messages=instructions + messages,
         max_tokens=parsed.max_output_tokens,
         stream=bool(parsed.stream),
-        tools=_function_tools(parsed.tools or []),
+        tools=offered,
         template=parsed.chat_template_kwargs or {},
-        calling=tools.may_call(parsed.tool_choice),
-        parallel=parsed.parallel_tool_calls is not False,
+        calling=may_call(parsed.tool_choice),
+        response_form=response_form(schema, parsed.tool_choice, offered, parallel=parallel),
+        parallel=parallel,
         sampling=requested_sampling(parsed),
     )
     return ResponsesRequest(request, messages, parsed.previous_response_id)

@@ -7,12 +7,12 @@ tools. A *call* is a call of such a function by the policy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from flash.service.fields import WHY_NO_GRAMMAR, ApiError, shortened, unsupported
+from flash.service.fields import ApiError, unsupported
 from flash.types import Tool, ToolCall
 
 
@@ -24,7 +24,7 @@ class Function(msgspec.Struct):
     parameters: dict[str, Any] | None = None
     """JSON schema of the function's arguments."""
     strict: bool | None = None
-    """True if the client wants calls whose arguments follow the schema in `parameters`. This is not enforced."""
+    """True if the client wants calls whose arguments follow the schema in `parameters`. Only forced calls do."""
 
 
 class GivenTool(msgspec.Struct):
@@ -75,7 +75,7 @@ def offered(requested: Sequence[GivenTool]) -> tuple[Tool, ...]:
 def as_tool(function: Function) -> Tool:
     """Return a function in the format of chat templates. A missing description or schema is left out.
 
-    `strict` is left out too, because calls are not forced to follow the schema.
+    `strict` is left out too, because it changes nothing: forced calls follow the schema, other calls need not.
     """
     description: dict[str, Any] = {"name": function.name}
     if function.description is not None:
@@ -83,22 +83,6 @@ def as_tool(function: Function) -> Tool:
     if function.parameters is not None:
         description["parameters"] = function.parameters
     return {"type": "function", "function": description}
-
-
-def may_call(choice: Any) -> bool:
-    """Return True if `tool_choice` lets the policy call functions, so that the answer is searched for calls.
-
-    Raises:
-        ApiError: `choice` would force a call, or is not a valid choice.
-    """
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, Mapping):
-        reason = f"only `auto` and `none` are. A forced call needs a grammar, but {WHY_NO_GRAMMAR}"
-        raise unsupported("tool_choice", reason)
-    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {shortened(choice)}.", None, "tool_choice")
 
 
 def calls_of(requested: Sequence[GivenCall]) -> tuple[ToolCall, ...]:

@@ -186,7 +186,8 @@ def _kept_sets(config: Config, tokens: int) -> KeptSets | None:
         return None
     size = config.sampling.top_k
     count_T, zeros_N = torch.full((tokens,), size), torch.zeros(tokens * size)
-    return KeptSets(zeros_N.long(), zeros_N.double(), zeros_N.double(), count_T, count_T.cumsum(0) - count_T, size)
+    lists = (zeros_N.long(), zeros_N.double(), zeros_N.double(), count_T, count_T.cumsum(0) - count_T, size)
+    return KeptSets(*lists, torch.full_like(count_T, -1), torch.zeros((0, 0), dtype=torch.uint8))
 
 
 def _update_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

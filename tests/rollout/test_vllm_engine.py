@@ -160,13 +160,14 @@ def make_config(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
+    reasoning_parser: str | None = None,
     **deadlines: float,
 ) -> Config:
     engine = {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8}
     tree = {
         "weights": {"backend": weights},
         "run": {"name": "test"},
-        "model": {"path": str(folder), "dtype": dtype, "max_length": 8192},
+        "model": {"path": str(folder), "dtype": dtype, "max_length": 8192, "reasoning_parser": reasoning_parser},
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
         "engine": engine | {"vllm": dict(vllm or {})},
@@ -183,12 +184,13 @@ def serving(
     dtype: str = "float32",
     weights: str = "tcp",
     vllm: Mapping[str, Any] | None = None,
+    reasoning_parser: str | None = None,
     **deadlines: float,
 ) -> Generator[Served]:
     """An engine for the model that was saved in the folder, with more arguments for vLLM."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, dtype, weights, vllm, **deadlines)
+    config = make_config(folder, dtype, weights, vllm, reasoning_parser, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ from flash.service.fields import ApiError, before_stop
 from flash.service.history import EarlierAnswers
 from flash.service.sessions import EpisodeSession
 from flash.service.tools import is_well_formed
-from flash.types import Message, ToolCall
+from flash.types import ANY_CALL, Message, ResponseForm, ToolCall
 from tests.service.told import told_in
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -187,10 +185,8 @@ def test_another_model_does_not_exist() -> None:
         ("top_logprobs", 2),
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "web_search"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
         ("guided_json", {"type": "object"}),
         ("structured_outputs", {"regex": "x"}),
         ("stop_token_ids", [2]),
@@ -201,11 +197,62 @@ def test_what_is_not_done_here_is_refused_by_name(name: str, value: Any) -> None
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name)
 
 
-def test_the_page_that_a_refusal_names_has_what_it_says_is_there() -> None:
-    told = refusal(body(tool_choice="required"))[1]["message"]
-    found = re.search(r"\((docs/\S+), '([^']+)'\)", told)
-    assert found is not None
-    assert f"*{found[2]}*" in (Path(__file__).parents[2] / found[1]).read_text()
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+OFFERED = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}, "tool_choice": "none"}, None),
+        ({"tools": OFFERED, "tool_choice": "auto"}, None),
+        ({"response_format": {"type": "json_object"}}, ResponseForm({"type": "object"}, calling=False)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            ResponseForm(SCHEMA, calling=False),
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "tools": OFFERED},
+            ResponseForm({"type": "object"}, calling=True),
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "tools": OFFERED, "tool_choice": "none"},
+            ResponseForm({"type": "object"}, calling=False),
+        ),
+        ({"tools": OFFERED, "tool_choice": "required"}, ResponseForm(call=ANY_CALL)),
+        (
+            {"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            ResponseForm(call="sub"),
+        ),
+        (
+            {"tools": OFFERED, "tool_choice": "required", "parallel_tool_calls": False},
+            ResponseForm(call=ANY_CALL, single=True),
+        ),
+    ],
+)
+def test_an_answer_gets_the_form_that_its_request_wants(fields: dict[str, Any], form: ResponseForm | None) -> None:
+    asked = read(body(**fields))
+    assert asked.response_form == form
+    assert (asked.digest() == read(body(**{**fields, "response_format": None, "tool_choice": None})).digest()) == (
+        form is None and asked.calling
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),
+        ({"tools": OFFERED, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": OFFERED, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    status, error = refusal(body(**fields))
+    assert (status, error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flash.service.fields import ApiError
 from flash.service.messages import ATTRIBUTION, MessageFormat, read, read_count
 from flash.service.sessions import AnswerDeltas
 from flash.service.tools import with_object
-from flash.types import Message, Piece, ToolCall
+from flash.types import ANY_CALL, Message, Piece, ResponseForm, ToolCall
 from tests.service.told import told_in
 
 ADD = {
@@ -87,6 +87,17 @@ def test_a_request_says_what_it_says_in_the_other_apis() -> None:
     assert (asked.calling, asked.parallel, asked.object_arguments) == (True, False, True)
     assert asked.sampling == (("temperature", 0.5), ("top_k", 3))
     assert not wanted(tool_choice={"type": "none"}).calling
+
+
+def test_an_answer_gets_the_form_that_its_request_wants() -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    format = {"type": "json_schema", "schema": schema}
+    for fields in ({"output_config": {"format": format}}, {"output_format": format}):
+        assert wanted(**fields).response_form == ResponseForm(schema, calling=False)
+    assert wanted(tools=[ADD], tool_choice={"type": "any"}).response_form == ResponseForm(call=ANY_CALL)
+    one = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
+    assert wanted(tools=[ADD], tool_choice=one).response_form == ResponseForm(call="add", single=True)
+    assert wanted(tools=[ADD], tool_choice={"type": "auto"}).response_form is None
 
 
 def test_what_was_answered_comes_back_as_one_message_though_it_is_several_blocks() -> None:
@@ -282,8 +293,8 @@ def test_arguments_that_are_no_object_become_one(arguments: str, sent: str) -> N
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
-        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_format": {"type": "regex"}}, "output_config.format"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
         ({"compaction": {"type": "summarize"}}, "compaction"),

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from flash.service.chat import PolicyAnswer
 from flash.service.fields import ApiError
 from flash.service.responses import ResponseFormat, ResponsesRequest, read
-from flash.types import Message, Piece, ToolCall
+from flash.types import ANY_CALL, Message, Piece, ResponseForm, ToolCall
 from tests.service.told import told_in
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
@@ -121,6 +121,20 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
         wanted({"resp_1": before}, previous_response_id="resp_2")
 
 
+def test_an_answer_gets_the_form_that_its_request_wants() -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    assert wanted(text=text).request.response_form == ResponseForm(schema, calling=False)
+    assert wanted(text=text, tools=[ADD]).request.response_form == ResponseForm(schema, calling=True)
+    assert wanted(text={"format": {"type": "json_object"}}).request.response_form == ResponseForm(
+        {"type": "object"}, calling=False
+    )
+    assert wanted(tools=[ADD], tool_choice="required").request.response_form == ResponseForm(call=ANY_CALL)
+    named = {"type": "function", "name": "add"}
+    assert wanted(tools=[ADD], tool_choice=named).request.response_form == ResponseForm(call="add")
+    assert wanted(text={"format": {"type": "text"}}, tools=[ADD]).request.response_form is None
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -129,7 +143,8 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "description": "Adds."}]}, "tools"),
         ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),

@@ -4,6 +4,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,16 +35,28 @@ def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float6
 
 
 def some_kept(target_T: Tensor, *, changed: bool = True) -> KeptSets | None:
-    """Return kept sets, in turn: all tokens; the target; the target and up to seven others. Some logits are changed."""
+    """Return kept sets, in turn: all tokens; the target; the target and up to seven others; a mask with the target.
+
+    Some logits of listed tokens are changed.
+    """
     # All kept tokens have a bias, and about half of them a penalty, unless `changed` is False.
     rng = np.random.default_rng(5)
     sets: list[list[int]] = []
+    masks: list[npt.NDArray[np.uint8]] = []
     for place, target in enumerate(target_T.tolist()):
         others = rng.permutation([token for token in range(VOCABULARY) if token != target])
-        sets.append([[], [target], [target, *others[: rng.integers(1, 8)]]][place % 3])
+        sets.append([[], [target], [target, *others[: rng.integers(1, 8)]], []][place % 4])
+        if place % 4 == 3:
+            # A mask may have more bits than there are tokens.
+            masks.append(np.packbits(rng.random(32) < 0.7, bitorder="little"))
+            masks[-1][target // 8] |= 1 << target % 8
+    number = np.arange(len(target_T))
+    mask_T = np.where(number % 4 == 3, number // 4, -1)
+    mask_KB = np.array(masks, dtype=np.uint8).reshape(len(masks), 4)
     flat = np.array([token for one in sets for token in one], dtype=np.int64)
     bias, penalty = rng.normal(size=len(flat)) * changed, np.where(rng.random(len(flat)) < changed / 2, 1.7, 1.0)
-    return KeptSets.from_tokens(KeptTokens(flat, np.array([len(one) for one in sets], dtype=np.int64), bias, penalty))
+    counts = np.array([len(one) for one in sets], dtype=np.int64)
+    return KeptSets.from_tokens(KeptTokens(flat, counts, bias, penalty, mask_T, mask_KB))
 
 
 def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
@@ -52,8 +65,11 @@ def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
         return logits_TV
     rows: list[Tensor] = []
     for place, logits_V in enumerate(logits_TV):
-        start, count = int(kept.start_T[place]), int(kept.count_T[place])
+        start, count, mask = int(kept.start_T[place]), int(kept.count_T[place]), int(kept.mask_T[place])
         drawn_V = logits_V if count == 0 else torch.full_like(logits_V, -torch.inf)
+        if mask >= 0:
+            bits = np.unpackbits(kept.mask_KB[mask].numpy(), bitorder="little")[: len(logits_V)]
+            drawn_V = logits_V.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
         for at in range(start, start + count):
             logit = logits_V[kept.token_N[at]] + kept.bias_N[at]
             one = logit / kept.penalty_N[at] if logit > 0 else logit * kept.penalty_N[at]
@@ -175,8 +191,8 @@ def test_what_could_not_be_drawn_is_nothing_in_half_precision_too(dtype: torch.d
     logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=True, wide=wide)
     (logp_T.sum() + entropy_T.sum()).backward()
     assert logp_T.isfinite().all()
-    assert logp_T[1::3].abs().max() == entropy_T[1::3].abs().max() == 0, "nothing else could be drawn"
-    assert not given["hidden_TD"].grad[1::3].any()
+    assert logp_T[1::4].abs().max() == entropy_T[1::4].abs().max() == 0, "nothing else could be drawn"
+    assert not given["hidden_TD"].grad[1::4].any()
     assert all(given[name].grad.isfinite().all() for name in ("hidden_TD", "weight_VD", "bias_V"))
 
 

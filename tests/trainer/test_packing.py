@@ -18,10 +18,11 @@ from flash.errors import ContractError
 from flash.sampling import Kept, Sampling
 from flash.trainer.model.packed import packed_row
 from flash.trainer.packing import DUMMY, MicroBatch, kept_tokens, pack, select_sequences, split_minibatches
-from flash.types import Span, VersionRun
+from flash.types import ShardSample, Span, VersionRun
 from tests.trainer.trainer_cases import (
     branched_shard,
     drawn_from_some,
+    drawn_under_grammar,
     make_shard,
     make_trajectory,
     part_of,
@@ -229,6 +230,33 @@ def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_ke
         assert found.count_T.sum() == len(expected)
 
 
+def test_law_4_what_a_token_was_drawn_from_under_a_grammar_comes_through_packing() -> None:
+    shard = branched_shard()
+    drawn = [drawn_under_grammar(sample.trajectory) for sample in shard.samples]
+    for branch in (branch for one in drawn for branch in split_branches(one)):
+        tokens, positions = branch.tokens().tolist(), np.flatnonzero(branch.action_mask())
+        found = kept_tokens(branch, positions)
+        starts = np.cumsum(found.count_T) - found.count_T
+        assert branch.kept is not None
+        for place, at in enumerate(positions):
+            one = branch.kept.part(place, place + 1)
+            ids, (count,) = one.numbers()
+            start, size = starts[place], found.count_T[place]
+            assert found.token_N[start : start + size].tolist() == ([tokens[at], *ids] if count >= 0 else [])
+            mask = found.mask_T[place]
+            assert ((mask >= 0) and found.mask_KB[mask].tobytes()) == (len(one.masks) > 0 and one.masks[0])
+    (micro,) = pack([ShardSample(index, one) for index, one in enumerate(drawn)], min_version=0, max_tokens=10_000)
+    packed_masks = {row.tobytes() for row in micro.kept.mask_KB}
+    assert packed_masks == {mask for one in drawn if one.kept is not None for mask in one.kept.masks}
+
+
+def test_a_sample_whose_grammar_is_not_known_is_refused_by_name() -> None:
+    one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
+    shard = make_shard([msgspec.structs.replace(one, kept=Kept.of([], [0, 0]))])
+    with pytest.raises(ContractError, match=r"sample 0 was sampled with a grammar, .* 7 sampled tokens, but kept sets"):
+        pack(shard.samples, min_version=0, max_tokens=64)
+
+
 @pytest.mark.parametrize(
     ("kept", "why"), [(None, "there are no kept sets"), (Kept.of([], [0, 0]), "7 sampled tokens, but kept sets for 2")]
 )
@@ -255,6 +283,7 @@ def by_sequence(micro: MicroBatch) -> list[tuple[Any, ...]]:
         tokens = [getattr(micro, f"{name}_T")[mine_T] for name in names]
         mine = micro.kept.select(mine_T)
         tokens += [mine.token_N, mine.count_T, mine.bias_N, mine.penalty_N]
+        masks = [[] if mask < 0 else mine.mask_KB[mask].tolist() for mask in mine.mask_T]
         facts = (micro.index_S[place], micro.kinds_S[place])
-        found.append((*facts, *(array.tolist() for array in (*whole, *tokens))))
+        found.append((*facts, *(array.tolist() for array in (*whole, *tokens)), masks))
     return sorted(found)

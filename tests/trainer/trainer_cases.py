@@ -274,10 +274,26 @@ def drawn_from_some(one: Trajectory, sampling: Sampling) -> Trajectory:
     return replace(one, task=replace(one.task, sampling=sampling), kept=kept)
 
 
+def drawn_under_grammar(one: Trajectory) -> Trajectory:
+    """Return the trajectory with each token drawn from a few tokens, from most tokens, or from all."""
+    rng = np.random.default_rng(one.task.task_id)
+    drawn = one.tokens()[one.action_mask()]
+    masks: list[bytes | None] = []
+    for token in drawn:
+        kept = rng.random(8 * -(-VOCABULARY // 8)) < rng.choice([0.02, 0.8])
+        kept[token] = True
+        masks.append(None if rng.random() < 0.3 else np.packbits(kept, bitorder="little").tobytes())
+    return replace(one, kept=Kept.of_masks(masks, drawn.tolist()))
+
+
 def partly_kept(shard: Shard) -> Shard:
-    """Return the shard with two of three samples drawn from a part of the vocabulary, whose logits were changed."""
+    """Return the shard with two of three samples drawn from a part of the vocabulary.
+
+    Of one of them the logits were changed, and the other was drawn under a grammar.
+    """
     how = Sampling(0.8, top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
-    drawn = [drawn_from_some(one.trajectory, how) if one.index % 3 else one.trajectory for one in shard.samples]
+    ways = (lambda one: one, lambda one: drawn_from_some(one, how), drawn_under_grammar)
+    drawn = [ways[one.index % 3](one.trajectory) for one in shard.samples]
     return replace(shard, samples=[ShardSample(index, one) for index, one in enumerate(drawn)])
 
 

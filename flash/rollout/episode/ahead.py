@@ -24,9 +24,12 @@ from flash.environment.interface import Expected
 from flash.errors import EnvError, FlashError
 from flash.rollout.engine import ResponseRequest, ignore_tokens
 from flash.rollout.episode.transcript import BranchFormat, Transcript, min_tokens, run_in_thread
+from flash.sampling import Grammar
 from flash.types import Completion
 
-NewRequest = Callable[[list[int], int, tuple[str, ...], Callable[[Sequence[int]], None]], ResponseRequest]
+NewRequest = Callable[
+    [list[int], int, tuple[str, ...], Grammar | None, Callable[[Sequence[int]], None]], ResponseRequest
+]
 """Function that makes the next request of an episode. The arguments are the prompt, the largest number of new tokens,
 the texts that end the response, and a function that is called with new tokens. Requests are numbered in the order in
 which they are made."""
@@ -155,7 +158,8 @@ class ResponsesAhead:
             reader = format.start_reading(prompt, calling=expected.calling)
             on_tokens = reader.forward_to(expected.hear, len(prompt))
         max_new_tokens = min(limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
-        request = self._new_request(prompt, max_new_tokens, expected.stop, on_tokens)
+        grammar = None if expected.form is None else format.grammar(expected.form)
+        request = self._new_request(prompt, max_new_tokens, expected.stop, grammar, on_tokens)
         response = ExpectedResponse(expected.name, request, self._now())
         self._responses.append(response)
         self._tasks.start_soon(self._fetch, response)
@@ -176,16 +180,19 @@ class ResponsesAhead:
         """Report that the episode reaches the observation of this name, so it is not rendered ahead any more."""
         self._to_render.discard(name)
 
-    def find(self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...]) -> ExpectedResponse | None:
+    def find(
+        self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], grammar: Grammar | None
+    ) -> ExpectedResponse | None:
         """Return the response of this name if it is sampled ahead for exactly this request; None otherwise.
 
         The result is None, for example, if the environment has shown another observation under this name, or set other
         options.
         """
-        wanted = (prompt, max_new_tokens, stop)
+        wanted = (prompt, max_new_tokens, stop, grammar)
         for response in self._responses:
             request = response.request
-            if response.name == name and (request.prompt, request.max_new_tokens, request.stop) == wanted:
+            asked = (request.prompt, request.max_new_tokens, request.stop, request.grammar)
+            if response.name == name and asked == wanted:
                 return response
         return None
 

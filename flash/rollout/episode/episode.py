@@ -45,6 +45,7 @@ from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.rollout.episode.view import TranscriptView
 from flash.samples.rules import ONE_KIND, DomainSettings
+from flash.sampling import Grammar
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Trajectory, Turn
 from flash.waiting import unwrapped_group
 
@@ -89,7 +90,9 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
         """Return the settings of a run and of its domains."""
+        teacher = config.algorithm.teacher
         run = EpisodeSettings(
+            forms=teacher is None or teacher.url is None,
             seed=config.run.seed if config.seeded else None,
             max_new_tokens=config.rollout.max_new_tokens,
             max_length=config.model.max_length,
@@ -400,16 +403,17 @@ class EpisodePlayer:
         options, room = transcript.take_options(), transcript.tokens_left()
         most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
         # A response that was sampled ahead is taken only if it answers exactly this prompt under these limits.
+        format = transcript.branches[transcript.branch].format
+        grammar = None if options.form is None else format.grammar(options.form)
         if state.ahead is not None and options.name:
-            expected = state.ahead.find(options.name, transcript.tokens, most, options.stop)
+            expected = state.ahead.find(options.name, transcript.tokens, most, options.stop, grammar)
             if expected is not None:
                 return await state.ahead.take(expected), expected.start
         on_tokens = ignore_tokens
         if options.hear is not None:
-            format = transcript.branches[transcript.branch].format
             reader = format.start_reading(transcript.tokens, calling=options.calling)
             on_tokens = reader.forward_to(options.hear, len(transcript.tokens))
-        request = state.new_request(list(transcript.tokens), most, options.stop, on_tokens)
+        request = state.new_request(list(transcript.tokens), most, options.stop, grammar, on_tokens)
         start = self._now()
         # An outage is a time in which no engine of the node serves. An outage does not count in the deadline of an
         # episode that waits for the engines here. It counts while a response is only sampled ahead, because the episode
@@ -503,7 +507,12 @@ class _EpisodeState:
         return len(self.transcript.turns) + 1
 
     def new_request(
-        self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], on_tokens: Callable[[Sequence[int]], None]
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        grammar: Grammar | None,
+        on_tokens: Callable[[Sequence[int]], None],
     ) -> ResponseRequest:
         """Return the next request of the episode. Requests are numbered in the order in which they are made.
 
@@ -513,6 +522,7 @@ class _EpisodeState:
             prompt: tokens before the response.
             max_new_tokens: largest number of tokens of the response.
             stop: texts that end the response.
+            grammar: form that the response must have; None: no form.
             on_tokens: called with new tokens while the response is sampled.
         """
         number, self._requests = self._requests, self._requests + 1
@@ -523,6 +533,7 @@ class _EpisodeState:
             key=response_key(task, number),
             sampling=task.sampling,
             stop=stop,
+            grammar=grammar,
             seed=None if settings.seed is None else response_seed(settings.seed, task, number),
             group_id=task.group_id,
             task_id=task.task_id,

@@ -31,7 +31,7 @@ import numpy as np
 from flash.environment.interface import Expected, Spoken
 from flash.errors import EnvError
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
-from flash.sampling import Kept, Routes, join_kept, join_routes
+from flash.sampling import Grammar, Kept, Routes, join_kept, join_routes
 from flash.types import (
     ASSISTANT,
     TOOL,
@@ -40,6 +40,7 @@ from flash.types import (
     Observation,
     Outcome,
     Piece,
+    ResponseForm,
     Span,
     Task,
     Tool,
@@ -71,6 +72,8 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Number of responses, over all branches, after which an episode is truncated."""
     max_new_tokens: int
     """Largest number of tokens of a response."""
+    forms: bool = True
+    """True if a response may have a form. The server of a teacher scores all tokens, also those that a form forbids."""
 
 
 class ResponseOptions(NamedTuple):
@@ -87,6 +90,8 @@ class ResponseOptions(NamedTuple):
     """Largest number of tokens of the response; None: only the limits of the run hold."""
     stop: tuple[str, ...] = ()
     """Texts that end the response."""
+    form: ResponseForm | None = None
+    """Form that the response must have; None: no form."""
     hear: Callable[[Piece, int], None] | None = None
     """Function that gets each piece of the response while it is sampled, and the size of the prompt in tokens; None: no
     function gets them."""
@@ -116,6 +121,12 @@ class BranchFormat(NamedTuple):
     """The model's tokenizer, with the chat template's arguments of this branch."""
     tools: Sequence[Tool] = ()
     """Functions that the prompt of the branch offers."""
+
+    def grammar(self, form: ResponseForm) -> Grammar:
+        """Return the grammar of the responses that have a form. Raises EnvError if engines cannot sample in it."""
+        grammar = self.tokenizer.grammar(form, self.tools)
+        # Reasoning is read from chat messages only.
+        return grammar if self.chat else msgspec.structs.replace(grammar, reasoning=None)
 
     def start_reading(self, prompt: Sequence[int], *, calling: bool) -> ResponseReader:
         """Return a reader that turns a response into text while it is sampled, for an environment that listens.
@@ -164,9 +175,9 @@ class Branch:
         """Log-prob of each token in `spans`."""
         self.versions: list[VersionRun] = []
         """Policy version of each token in `spans`, run-length encoded."""
-        self.kept: list[Kept] = []
-        """Kept sets of the tokens in `spans`: the tokens that could have been drawn in place of each
-        (`flash.sampling`). Empty if sampling leaves no token out."""
+        self.kept: list[Kept | None] = []
+        """Kept sets of each response in `spans`: the tokens that could have been drawn in place of each token
+        (`flash.sampling`). None for a response whose tokens were drawn from the whole vocabulary."""
         self.routes: Routes | None = None
         """Experts that the engine chose for the tokens of the branch; later tokens may still be without a report. None
         if the model is no mixture of experts, or the engine does not report them."""
@@ -393,6 +404,21 @@ class Transcript:
 
     # -- the next response -------------------------------------------------------------------------------------------
 
+    def set_form(self, form: ResponseForm) -> None:
+        """Let the next response have this form.
+
+        Raises:
+            EnvError: engines cannot sample in this form.
+        """
+        if not self.limits.forms:
+            raise EnvError(
+                "a response cannot have a form with the server of a teacher (algorithm.teacher.url), which scores all "
+                "tokens: use algorithm.teacher.path"
+            )
+        format = self.branches[self.branch].format if self._responses else self._new_format
+        format.grammar(form)  # The grammar is kept for the request.
+        self.options = self.options._replace(form=form)
+
     def take_options(self) -> ResponseOptions:
         """Return the options of the next response, and reset them, because they hold for one response."""
         options, self.options = self.options, ResponseOptions()
@@ -436,8 +462,7 @@ class Transcript:
         ended = completion.finish == "stop" or stopped_at_end
         branch.ends.append(ResponseEnd(len(branch.tokens), completion.finish == "length", ended))
         append_versions(branch.versions, completion.versions)
-        if completion.kept is not None:
-            branch.kept.append(completion.kept)
+        branch.kept.append(completion.kept)
         if completion.routes is not None:
             # The engine also reports experts for the prompt. For tokens whose experts are already known, the earlier
             # report is kept, because the earlier responses were sampled with the experts of the earlier report.
@@ -485,7 +510,7 @@ class Transcript:
             turns=self.turns,
             lost_tokens=lost_tokens,
             branches=tuple(begins),
-            kept=join_kept(kept) if kept else None,
+            kept=join_kept(kept, [span.stop - span.start for span in spans]),
             routes=join_routes([branch.routes for branch in branches], [len(branch.tokens) for branch in branches]),
         )
 

@@ -15,7 +15,7 @@ from flash.environment.interface import Expected, Said, Spoken
 from flash.rollout.episode.ahead import ResponsesAhead, prompt_of
 from flash.rollout.episode.transcript import Branch, Transcript, min_tokens, run_in_thread
 from flash.sampling import Sampling
-from flash.types import Observation, Piece, Span, Tool
+from flash.types import Observation, Piece, ResponseForm, Span, Tool
 
 
 class TranscriptView:
@@ -77,6 +77,14 @@ class TranscriptView:
     def stop_at(self, texts: Sequence[str]) -> None:
         """End the next response after the first of these texts that it contains."""
         self._transcript.options = self._transcript.options._replace(stop=tuple(texts))
+
+    def form(self, form: ResponseForm) -> None:
+        """Let the next response have this form.
+
+        Raises:
+            EnvError: engines cannot sample in this form.
+        """
+        self._transcript.set_form(form)
 
     def listen(self, hear: Callable[[Piece, int], None], *, calling: bool = True) -> None:
         """Call `hear` with pieces of the next response, and the size of its prompt in tokens, while it is sampled.

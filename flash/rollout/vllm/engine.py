@@ -38,7 +38,7 @@ from flash.errors import (
     FlashError,
     WeightsError,
 )
-from flash.foreign import vllm, vllm_processes
+from flash.foreign import grammars, vllm, vllm_processes
 from flash.rollout.engine import Pressure, Progress, ResponseRequest, TokenTally
 from flash.rollout.vllm.processes import CORES, EngineProcesses
 from flash.rollout.vllm.start import TIES, configure, engine_environment
@@ -117,6 +117,10 @@ class VLLMEngine:
         self._answer_scope: anyio.CancelScope | None = None
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
+        self._grammars: Any = None
+        """vLLM's manager of grammars, for `grammars.GrammarReplay`; None before the first response under a grammar."""
+        self._making_grammars = anyio.Lock()
+        """Lock held while the manager is made, and while the first grammar makes its compiler."""
 
     @property
     def version(self) -> int:
@@ -194,11 +198,15 @@ class VLLMEngine:
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
-            queue = await llm.add_request(request_id, prompt, parameters, lora_request=adapter.lora_request)
+            reasoning = grammars.reasoning_arguments(request.grammar.reasoning) if request.grammar else {}
+            queue = await llm.add_request(
+                request_id, prompt, parameters, lora_request=adapter.lora_request, **reasoning
+            )
             # If the request has moved here, a stop text may have begun in the tokens that the other engine has sampled.
             vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.trim_logprobs(llm, queue) if request.sampling.has_kept_sets else None
+            replay = await self._replay(request, parameters, reasoning)
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
@@ -206,6 +214,8 @@ class VLLMEngine:
                 token_ids += piece.token_ids
                 new, new_kept = read_logprobs(piece.logprobs, piece.token_ids, request.sampling, vocabulary)
                 logprobs += new
+                if replay is not None:
+                    new_kept = Kept.of_masks(replay.masks(piece.token_ids), piece.token_ids)
                 if new_kept is not None:
                     kept.append(new_kept)
                 if forget is not None:
@@ -230,10 +240,28 @@ class VLLMEngine:
             self._check_alive()
         finish = read_finish(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = adapter.version_starts or [(span.version, span.start) for span in piece.weight_versions or ()]
-        all_kept = join_kept(kept) if kept else None
+        all_kept = join_kept(kept, [one.tokens for one in kept])
         replays = self._config.rollout.routing_replay
         routes = read_routes(piece, len(request.prompt) + len(token_ids) - 1) if replays else None
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, all_kept, routes)
+
+    async def _replay(
+        self, request: ResponseRequest, parameters: Any, reasoning: dict[str, Any]
+    ) -> grammars.GrammarReplay | None:
+        """Return the replay of a response under a grammar, which finds its kept sets; None if none is needed.
+
+        None if the request has no grammar, if the log-probs of the most likely tokens show the kept sets, or if nothing
+        is drawn, so that the response is not trained. `parameters` and `reasoning` are those of the added request.
+        """
+        sampling = request.sampling
+        if request.grammar is None or sampling.has_kept_sets or sampling.temperature == 0:
+            return None
+        async with self._making_grammars:
+            if self._grammars is None:
+                self._grammars = await anyio.to_thread.run_sync(grammars.grammar_manager, self._llm)
+            return await anyio.to_thread.run_sync(
+                grammars.GrammarReplay, self._grammars, parameters, request.prompt, request.generated, reasoning
+            )
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Replace the weights by the weights of a published version. Implements `Engine.load`.
@@ -535,7 +563,7 @@ class SamplingParameters:
             stop = (*sampling.stop, *request.stop)
             sampling = msgspec.structs.replace(sampling, stop=stop, min_tokens=min_tokens)
         key = sampling, request.max_new_tokens
-        parameters = self._cache.get(key)
+        parameters = self._cache.get(key) if request.grammar is None else None
         if parameters is None:
             fields = msgspec.structs.asdict(sampling)
             fields |= {name: list(fields[name]) for name in ("stop", "stop_token_ids")} | {
@@ -545,9 +573,12 @@ class SamplingParameters:
             # vLLM returns the log-probs of this many of the most likely tokens. From them `read_logprobs` finds which
             # tokens could have been drawn.
             likeliest = min(sampling.top_k + TIES, vocabulary) if sampling.has_kept_sets else 0
-            parameters = vllm.sampling_parameters(fields, request.max_new_tokens, likeliest=likeliest)
-            # Environments and agents may use any number of different stop texts, which would fill the cache.
-            if not request.stop:
+            tag = None if request.grammar is None else request.grammar.tag
+            parameters = vllm.sampling_parameters(
+                fields, request.max_new_tokens, likeliest=likeliest, tag=tag, generated=request.generated
+            )
+            # Environments and agents may use any number of different stop texts and forms, which would fill the cache.
+            if not request.stop and request.grammar is None:
                 self._cache[key] = parameters
         if request.seed is None or sampling.temperature == 0:  # at temperature 0 nothing is drawn
             return parameters

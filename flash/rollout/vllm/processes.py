@@ -31,7 +31,7 @@ import anyio
 import anyio.to_thread
 
 from flash.errors import describe_exit_code
-from flash.foreign import vllm_processes
+from flash.foreign import grammars, vllm_processes
 from flash.foreign.forking import SERVER_GONE, ForkedProcess, ForkServer
 from flash.weights.engine_process import NODE_PID, follow, register
 
@@ -99,6 +99,7 @@ class Core(ForkedProcess):
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
         register()
+        grammars.continue_grammars()
         vllm_processes.start_workers_with(_Workers())
         vllm_processes.on_killed_worker(_end_as_worker)
 

@@ -174,6 +174,9 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         # minus infinity.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_LOGPROBS,
+        # `flash.foreign.grammars` describes the forms of responses for xgrammar, and knows the tokens that it forbids.
+        # A grammar begins after the reasoning.
+        "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": config.model.reasoning_parser or ""},
         # With priorities the canary (the text that checks new weights) goes before waiting samples.
         "scheduling_policy": "priority",
         # Our weight receiver gets new weights inside the workers. With ipc, vLLM's own receiver gets them.

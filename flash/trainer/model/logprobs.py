@@ -11,13 +11,13 @@ exist for a chunk of positions at a time, and the backward pass computes them ag
 nor their gradient is ever held. With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
 d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
 
-The *kept set* of a position has the tokens that settings such as top-k left in the distribution. All other tokens get
-z = `LEFT_OUT`, so p = 0. A *question* is a computed position with a target token and a temperature. Without kept sets,
-equal questions are answered once.
+The *kept set* of a position has the tokens that settings such as top-k, or a grammar, left in the distribution. All
+other tokens get z = `LEFT_OUT`, so p = 0. Small sets are lists of tokens, large sets are masks. A *question* is a
+computed position with a target token and a temperature. Without kept sets, equal questions are answered once.
 
 Shape legend: P = tokens of the packed sequences, U = computed tokens, T = predicted tokens, Q = distinct questions,
-M = questions in this rank's slice of the row, N = tokens of all kept sets, C = positions of a chunk, V = vocabulary,
-D = width of a hidden state, W = largest kept set of a position.
+M = questions in this rank's slice of the row, N = tokens of all lists, K = masks, B = bytes of a mask, C = positions of
+a chunk, V = vocabulary, D = width of a hidden state, W = longest list of a position.
 """
 
 from __future__ import annotations
@@ -235,17 +235,22 @@ class KeptSets:
     start_T: Tensor
     """int64: index in N of the first kept token of each position."""
     largest: int
-    """W, the size of the largest kept set."""
+    """W, the size of the largest kept set that is a list of tokens."""
+    mask_T: Tensor
+    """int64: index in K of the mask that is each position's kept set; -1 for a position without a mask."""
+    mask_KB: Tensor
+    """uint8: large kept sets as bits, of which each byte has eight."""
 
     @classmethod
     def from_tokens(cls, kept: KeptTokens) -> KeptSets | None:
         """Return kept sets as tensors. None if every token was sampled from the whole vocabulary."""
-        if not len(kept.token_N):
+        if not len(kept.token_N) and not len(kept.mask_KB):
             return None
-        token_N, bias_N, penalty_N, count_T = (
-            torch.from_numpy(each) for each in (kept.token_N, kept.bias_N, kept.penalty_N, kept.count_T)
+        token_N, bias_N, penalty_N, count_T, mask_T = (
+            torch.from_numpy(each) for each in (kept.token_N, kept.bias_N, kept.penalty_N, kept.count_T, kept.mask_T)
         )
-        return cls(token_N, bias_N, penalty_N, count_T, count_T.cumsum(0) - count_T, int(kept.count_T.max()))
+        start_T, largest, mask_KB = count_T.cumsum(0) - count_T, int(kept.count_T.max()), torch.tensor(kept.mask_KB)
+        return cls(token_N, bias_N, penalty_N, count_T, start_T, largest, mask_T, mask_KB)
 
     def select(self, position_T: Int64Array, device: torch.device) -> KeptSets:
         """Return the kept sets of some positions, given as indices in T, on `device`.
@@ -253,11 +258,14 @@ class KeptSets:
         All kept tokens are copied; `start_T` still points to the kept tokens of each position.
         """
         chosen_T = torch.from_numpy(position_T)
-        token_N, bias_N, penalty_N, count_T, start_T = (
+        token_N, bias_N, penalty_N, count_T, start_T, mask_T, mask_KB = (
             tensor.to(device)
-            for tensor in (self.token_N, self.bias_N, self.penalty_N, self.count_T[chosen_T], self.start_T[chosen_T])
+            for tensor in (
+                *(self.token_N, self.bias_N, self.penalty_N, self.count_T[chosen_T], self.start_T[chosen_T]),
+                *(self.mask_T[chosen_T], self.mask_KB),
+            )
         )
-        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.largest)
+        return KeptSets(token_N, bias_N, penalty_N, count_T, start_T, self.largest, mask_T, mask_KB)
 
     def restrict(self, logits_CV: Tensor, rows: slice, target_C: Tensor) -> KeptLogits:
         """Return the logits from which the positions `rows` were sampled: `LEFT_OUT` outside of the kept set.
@@ -274,12 +282,21 @@ class KeptSets:
         place_CW.clamp_(max=len(self.token_N) - 1)
         token_CW = self.token_N[place_CW].where(limited_C1, target_C[:, None])
         wide_CV = logits_CV.to(_wide(logits_CV))
+        if len(self.mask_KB):
+            wide_CV.masked_fill_(self._masked_out(rows, wide_CV.shape[-1]), LEFT_OUT)
         bias_CW = self.bias_N[place_CW].where(limited_C1, 0.0).to(wide_CV)
         penalty_CW = self.penalty_N[place_CW].where(limited_C1, 1.0).to(wide_CV)
         kept_CW = wide_CV.gather(-1, token_CW) + bias_CW
         slope_CW = penalty_CW.where(kept_CW <= 0, 1 / penalty_CW)
         restricted_CV = wide_CV.masked_fill_(limited_C1, LEFT_OUT).scatter_(-1, token_CW, kept_CW * slope_CW)
         return KeptLogits(restricted_CV, token_CW, slope_CW)
+
+    def _masked_out(self, rows: slice, vocabulary: int) -> Tensor:
+        """Return bool [C, V]: True where the mask of a position, if it has one, leaves out a token."""
+        mask_C = self.mask_T[rows]
+        bit_8 = torch.arange(8, dtype=torch.uint8, device=mask_C.device)
+        kept_CB8 = (self.mask_KB[mask_C.clamp(min=0)][..., None] >> bit_8).bitwise_and_(1)
+        return (kept_CB8.flatten(1)[:, :vocabulary] == 0).logical_and_((mask_C >= 0)[:, None])
 
 
 @dataclass

@@ -1,0 +1,287 @@
+"""Grammars: the forms that responses must have, checked and replayed with vLLM's and xgrammar's own functions.
+
+A *structural tag* is xgrammar's description of all texts that a response may have, as JSON. `text_tag` and
+`flash.foreign.vllm_parsers.Parsers.tag` make it, and vLLM's engine core (the process that schedules steps) forbids each
+token that does not lead to such a text. xgrammar ignores some keywords of JSON schemas, so `schema_fault` finds them.
+
+The trainer must know which tokens were not forbidden. The engine does not report them, so `GrammarReplay` computes them
+once more in the node loop, with the same code of vLLM, from the sampled tokens. The result depends on nothing else.
+
+A response that moves to another engine continues there after its own tokens. vLLM's grammar would begin anew, so
+`continue_grammars` lets a core advance it first. vLLM and xgrammar are imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+TOUCHED = (
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_init",
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
+    "vllm.v1.structured_output:StructuredOutputManager._create_grammar",
+    "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.allocate_token_bitmask",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar.fill_bitmask",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar.is_terminated",
+    "vllm.v1.structured_output.request:StructuredOutputRequest._grammar",
+    "vllm.v1.structured_output.request:StructuredOutputRequest.reasoner",
+    "vllm.v1.structured_output.request:StructuredOutputRequest.reasoning_ended",
+    "vllm.v1.request:Request.structured_output_request",
+    "vllm.v1.request:Request.append_output_token_ids",
+    "xgrammar:Grammar.from_structural_tag",
+)
+"""Attributes of vLLM and xgrammar that this module uses, as `module:Class.attribute`. A test looks for each of them."""
+
+GENERATED = "flash_generated"
+"""Name of a request's extra argument: the number of tokens at the end of its prompt that belong to its response."""
+
+# -- schemas ---------------------------------------------------------------------------------------------------------
+
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+"""Types of JSON schemas."""
+JSON_NAMES = {dict: "an object", list: "an array", str: "a string"}
+"""Names of the types of JSON values, for error messages."""
+NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values have a schema for each name."""
+LISTED_PARTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+"""Keywords whose values are lists of schemas."""
+PARTS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+"""Keywords whose values are schemas."""
+UNENFORCED = frozenset(
+    {
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "additionalItems", "$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords of JSON schemas that xgrammar ignores."""
+WHOLE_FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Keywords that describe a value completely: xgrammar uses the first of them, and ignores other keywords beside it."""
+TYPED = {
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "unevaluatedProperties"),
+    ),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "string": ("pattern", "format", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+"""Keywords that describe the values of one type."""
+FORMATS = frozenset(
+    {
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"),
+        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
+"""Formats of strings that xgrammar enforces. It ignores all others."""
+LOOKS_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
+"""Beginnings of the parts of a regular expression that xgrammar ignores."""
+
+
+def schema_fault(schema: dict[str, Any]) -> str | None:
+    """Return why engines cannot enforce a JSON schema, as a sentence without a final dot; None if they can."""
+    parts: list[tuple[object, str]] = [(schema, "$")]
+    while parts:
+        part, place = parts.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            return f"{place} is not a JSON schema: expected an object"
+        if (fault := next(_faults(part), None)) is not None:
+            return f"{place} {fault}"
+        for keyword in NAMED_PARTS:
+            parts += [(each, f"{place}.{keyword}.{name}") for name, each in part.get(keyword, {}).items()]
+        for keyword in LISTED_PARTS:
+            parts += [(each, f"{place}.{keyword}[{number}]") for number, each in enumerate(part.get(keyword, ()))]
+        parts += [(part[keyword], f"{place}.{keyword}") for keyword in PARTS if keyword in part]
+    return None
+
+
+def _faults(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the faults of one object of a schema, without those of its parts. Each begins with a verb."""
+    keys = set(schema)
+    kinds = {dict: NAMED_PARTS, list: (*LISTED_PARTS, "enum", "required"), str: ("$ref", "pattern", "format")}
+    for kind, keywords in kinds.items():
+        for keyword in keywords:
+            if not isinstance(schema.get(keyword, kind()), kind):
+                yield f"has `{keyword}` with a value that is not {JSON_NAMES[kind]}"
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not all(each in TYPES for each in types):
+        yield f"has a `type` that is none of {', '.join(TYPES)}"
+    for keyword in sorted(UNENFORCED & keys):
+        if schema[keyword] is not False:
+            yield f"has the keyword `{keyword}`, which engines cannot enforce"
+    typed = [keyword for keywords in TYPED.values() for keyword in keywords if keyword in keys]
+    for keyword in WHOLE_FORMS:
+        if keyword in keys and (beside := [*typed, *(other for other in WHOLE_FORMS if other in keys - {keyword})]):
+            yield f"has `{keyword}` together with `{beside[0]}`: engines enforce only one of the two"
+    for kind, keywords in TYPED.items():
+        named = kind in types or (kind == "number" and "integer" in types)
+        if not named and (untyped := [keyword for keyword in keywords if keyword in keys]):
+            yield f'has `{untyped[0]}` without "type": "{kind}": engines enforce it only for this type'
+    if not schema.get("$ref", "#").startswith("#"):
+        yield f"refers to another document, {schema['$ref']!r}: expected a reference that begins with #"
+    if len(schema.get("allOf", ())) > 1:
+        yield "has `allOf` with several schemas: engines enforce only one"
+    if "format" in keys and schema["format"] not in FORMATS:
+        yield f"has the format {schema['format']!r}: engines enforce {', '.join(sorted(FORMATS))}"
+    lengths = [keyword for keyword in ("minLength", "maxLength") if keyword in keys]
+    for keyword in ("pattern", "format"):
+        if keyword in keys and lengths:
+            yield f"has `{keyword}` together with `{lengths[0]}`: engines enforce only one of the two"
+    if any(beginning in schema.get("pattern", "") for beginning in LOOKS_AROUND):
+        yield "has a `pattern` that looks ahead or behind, which engines cannot enforce"
+    patterns = schema.get("patternProperties", {})
+    if len(patterns) > 1 or (patterns and "properties" in keys):
+        yield "has `patternProperties` beside other properties: engines enforce only one of them"
+    if "propertyNames" in keys and keys & {"properties", "patternProperties"}:
+        yield "has `propertyNames` beside other properties: engines enforce only one of them"
+
+
+# -- structural tags -------------------------------------------------------------------------------------------------
+
+
+def text_tag(schema: dict[str, Any]) -> str:
+    """Return the structural tag of the JSON texts that follow a schema."""
+    return json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
+
+
+def check_tag(tag: str) -> None:
+    """Raise ValueError if no engine can sample under a structural tag, for example because a reference is missing."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import check_json_nesting
+    from xgrammar import Grammar
+
+    try:
+        check_json_nesting(tag, structural_tag=True)
+        Grammar.from_structural_tag(tag)
+    except (RuntimeError, ValueError, VLLMValidationError) as error:
+        raise ValueError(str(error)) from error
+
+
+# -- replays ---------------------------------------------------------------------------------------------------------
+
+
+def grammar_manager(llm: Any) -> Any:
+    """Return a manager of grammars with the settings of an engine. This loads the tokenizer, which takes seconds."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    return StructuredOutputManager(llm.vllm_config)
+
+
+class GrammarReplay:
+    """Replay of one response that is sampled under a grammar. It finds the tokens that could have been drawn.
+
+    Making it compiles the grammar, which may take a second the first time.
+
+    Args:
+        manager: the result of `grammar_manager`.
+        parameters: vLLM's parameters of the request, after the request was added to the engine.
+        prompt: tokens before the response, with the `generated` tokens.
+        generated: number of tokens at the end of `prompt` that other engines have sampled for the response.
+        reasoning: arguments of the engine's parser of reasoning, as in `reasoning_arguments`.
+
+    Raises:
+        RuntimeError: the grammar cannot be compiled.
+    """
+
+    def __init__(
+        self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, reasoning: dict[str, Any]
+    ) -> None:
+        begin = list(prompt[: len(prompt) - generated])
+        self._manager = manager
+        self._request = _new_request(parameters, begin, reasoning)
+        manager.grammar_init(self._request)
+        state = self._request.structured_output_request
+        if isinstance(state._grammar, Future):
+            wait([state._grammar])
+        if isinstance(state.grammar, Exception):
+            raise state.grammar
+        self._grammar = state.grammar
+        self._bits = manager.backend.allocate_token_bitmask(1)
+        self._known: dict[bytes, bytes] = {}
+        """Masks so far. Equal masks are one object, because a mask of a large vocabulary has many kilobytes."""
+        _advance(manager, self._request, prompt[len(begin) :])
+
+    def masks(self, token_ids: Sequence[int]) -> list[bytes | None]:
+        """Return the mask of each of the next sampled tokens: bit i is 1 if token i could have been drawn.
+
+        None stands for the whole vocabulary, for example before the grammar begins.
+
+        Raises:
+            RuntimeError: a token is forbidden. This happens if a model begins a call in its reasoning, which ends the
+                reasoning, while only a text is allowed. The engine then ends the response with an error, too.
+        """
+        masks: list[bytes | None] = []
+        for token in token_ids:
+            bounds = self._manager._get_constraint_bounds(self._request, ())
+            mask = None
+            if bounds.constraint_start == 0 and not self._grammar.is_terminated():
+                self._grammar.fill_bitmask(self._bits, 0)
+                mask = self._bits.numpy().tobytes()
+                mask = self._known.setdefault(mask, mask)
+            masks.append(mask)
+            _advance(self._manager, self._request, [token])
+        return masks
+
+
+def reasoning_arguments(template: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments with which a request waits for the end of the reasoning before its grammar begins.
+
+    `template`: arguments of the chat template, from which the parser of reasoning finds out if the model reasons. None:
+    the response has no reasoning.
+    """
+    if template is None:
+        return {"reasoning_ended": True}
+    return {"reasoning_parser_kwargs": {"chat_template_kwargs": template}}
+
+
+def continue_grammars() -> None:
+    """Let this core continue the grammar of a request after the tokens that other engines have sampled for it.
+
+    Called when a core begins. `GENERATED` says how many tokens at the end of the prompt these are.
+    """
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    manager_class: Any = StructuredOutputManager
+    create = manager_class._create_grammar
+
+    def create_and_advance(manager: Any, request: Any) -> Any:
+        """Create the grammar of a request as vLLM does, and advance it. vLLM calls this in a thread."""
+        grammar = create(manager, request)
+        generated = (request.sampling_params.extra_args or {}).get(GENERATED, 0)
+        if generated:
+            state, tokens = request.structured_output_request, request.prompt_token_ids
+            reasoning = {
+                "reasoning_ended": state.reasoning_ended,
+                "reasoning_parser_kwargs": state.reasoning_parser_kwargs,
+            }
+            # The end of the reasoning is searched for in the prompt and then in the response, as on the first engine.
+            begun = _new_request(request.sampling_params, tokens[:-generated], reasoning)
+            begun.structured_output_request.grammar = grammar
+            _advance(manager, begun, tokens[-generated:])
+            state.reasoner = begun.structured_output_request.reasoner
+            state.reasoning_ended = begun.structured_output_request.reasoning_ended
+        return grammar
+
+    manager_class._create_grammar = create_and_advance
+
+
+def _new_request(parameters: Any, prompt: list[int], reasoning: dict[str, Any]) -> Any:
+    """Return vLLM's object of a request that has sampled no token yet, for the functions of a manager."""
+    from vllm.v1.request import Request
+
+    return Request("replay", prompt, parameters, None, **reasoning)
+
+
+def _advance(manager: Any, request: Any, token_ids: Sequence[int]) -> None:
+    """Append sampled tokens to a request, as vLLM's scheduler does. Raises RuntimeError if one is forbidden."""
+    for token in token_ids:
+        # With the first call vLLM finds out if the prompt ends the reasoning, before a token is appended.
+        manager._get_constraint_bounds(request, ())
+        request.append_output_token_ids(token)
+        if not manager.accept_tokens(request, [token]):
+            raise RuntimeError(f"token {token} is forbidden by the grammar under which it was sampled")

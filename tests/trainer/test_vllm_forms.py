@@ -1,0 +1,254 @@
+"""Responses that a real vLLM engine samples under a grammar, against a trainer's log-probs of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from flash.config.tree import ModelConfig
+from flash.foreign.grammars import text_tag
+from flash.rollout.engine import ResponseRequest
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.sampling import FIRST_MASK, WHOLE, Grammar, Sampling, join_kept
+from flash.types import ANY_CALL, Completion, ResponseForm
+from tests.envs.forms import FORMS
+from tests.rollout.engine_contract import complete
+from tests.rollout.test_vllm_engine import Served, serving
+from tests.trainer.test_vllm_sampling import PROMPT, ROUNDING, log_ratios, trajectory
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+QWEN = FORMS["qwen"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["km", "m"]},
+        "name": {"type": "string", "maxLength": 12},
+        "at": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["unit", "name", "at"],
+    "additionalProperties": False,
+}
+TEXT = Grammar(text_tag(SCHEMA))
+NUMBERS: Any = {**SCHEMA, "properties": {"at": SCHEMA["properties"]["at"]}, "required": ["at"]}
+GO: Any = {"type": "function", "function": {"name": "go", "parameters": NUMBERS}}
+HOW = {
+    "plain": Sampling(),
+    "cold": Sampling(0.6),
+    "top_k": Sampling(top_k=7),
+    "everything": Sampling(1.4, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logit_bias=((40, 2.0),)),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
+    folder = QWEN.save(tmp_path_factory.mktemp("model"))
+    return HfTokenizer(
+        ModelConfig(path=folder, tool_parser=QWEN.tool_parser, reasoning_parser=QWEN.reasoning_parser)
+    ).ready()
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer: HfTokenizer) -> Iterator[Served]:
+    import transformers
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer.inner) + 5,  # as models that have rows for no token
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.1,
+        "eos_token_id": tokenizer.end[0],
+    }
+    model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, tie_word_embeddings=False))
+    model.float().eval()
+    # A call that begins in the reasoning ends it. The model never begins one, unless a form wants it.
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 4.0
+        outputs = model.get_output_embeddings().weight
+        outputs[:, 0] = 0.0
+        outputs[tokenizer.inner.convert_tokens_to_ids("<tool_call>")] = 0.0
+        outputs[tokenizer.inner.convert_tokens_to_ids("<tool_call>"), 0] = -30.0
+    folder = Path(tokenizer.inner.name_or_path)
+    model.save_pretrained(folder)
+    with serving(folder, model, reasoning_parser=QWEN.reasoning_parser) as served:
+        served.canary = list(range(24))
+        served.load(served.publish())
+        yield served
+
+
+def asked(grammar: Grammar | None, how: Sampling = HOW["plain"], count: int = 400, seed: int = 1) -> ResponseRequest:
+    return ResponseRequest(PROMPT, count, key=0, sampling=how, seed=seed, grammar=grammar)
+
+
+def continued(request: ResponseRequest, tokens: Sequence[int]) -> ResponseRequest:
+    """Return the request as it moves to another engine after some tokens of its response."""
+    return msgspec.structs.replace(
+        request,
+        prompt=[*request.prompt, *tokens],
+        max_new_tokens=request.max_new_tokens - len(tokens),
+        generated=len(tokens),
+    )
+
+
+def ratio(served: Served, completion: Completion, how: Sampling = HOW["plain"]) -> float:
+    """Return the largest log-ratio of engine and trainer, as it would be at temperature 1."""
+    return float(log_ratios(served, [trajectory(completion, how)]).abs().max()) * min(1, how.temperature)
+
+
+def read(text: str) -> Any:
+    """Return a JSON value. xgrammar allows control characters in strings with `maxLength`."""
+    return json.loads(text, strict=False)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", HOW)
+def test_law_4_the_ratio_is_1_at_equal_weights_under_a_grammar(
+    served: Served, tokenizer: HfTokenizer, name: str, seed: int
+) -> None:
+    how = HOW[name]
+    completion = served.call(complete, served.engine, asked(TEXT, how, seed=seed))
+    assert completion.kept is not None
+    assert completion.kept.fault(len(completion.token_ids)) is None
+    assert ratio(served, completion, how) < ROUNDING
+    # Without the kept sets the ratio is another.
+    assert how.has_kept_sets or ratio(served, msgspec.structs.replace(completion, kept=None), how) > 0.1
+    if completion.finish == "stop":
+        assert read(tokenizer.decode(completion.token_ids))["unit"] in ("km", "m")
+
+
+def test_kept_sets_are_lists_where_few_tokens_may_follow_and_masks_that_are_stored_once(served: Served) -> None:
+    kept = served.call(complete, served.engine, asked(TEXT)).kept
+    counts = kept.numbers()[1]
+    assert (counts >= 0).sum() > 5
+    assert (counts <= FIRST_MASK).any()
+    assert np.unique(counts[counts <= FIRST_MASK]).size == len(kept.masks) == len({*kept.masks})
+
+
+def test_a_response_that_reaches_its_limit_is_the_beginning_of_its_form_and_is_trained(served: Served) -> None:
+    whole = served.call(complete, served.engine, asked(TEXT))
+    cut = served.call(complete, served.engine, asked(TEXT, count=9))
+    assert (cut.finish, cut.token_ids) == ("length", whole.token_ids[:9])
+    assert cut.kept == whole.kept.part(0, 9)
+    assert ratio(served, cut) < ROUNDING
+
+
+@pytest.mark.parametrize("at", [1, 3, 10, 14])
+def test_a_response_that_moves_continues_its_form_after_its_own_tokens(
+    served: Served, tokenizer: HfTokenizer, at: int
+) -> None:
+    whole = served.call(complete, served.engine, asked(TEXT))
+    begun = whole.token_ids[:at]
+    rest = served.call(complete, served.engine, continued(asked(TEXT), begun))
+    kept = join_kept([whole.kept.part(0, at), rest.kept], [at, len(rest.token_ids)])
+    (first,) = whole.versions
+    versions = [msgspec.structs.replace(first, count=at), *rest.versions]
+    tokens, logprobs = begun + rest.token_ids, whole.logprobs[:at] + rest.logprobs
+    assert ratio(served, Completion(tokens, logprobs, versions, rest.finish, kept)) < ROUNDING
+    if rest.finish == "stop":
+        assert set(read(tokenizer.decode(tokens))) == {"unit", "name", "at"}
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_law_4_a_response_keeps_its_form_while_weights_are_swapped(
+    served: Served, tokenizer: HfTokenizer, keep_cache: bool
+) -> None:
+    words = {"type": "array", "items": {"enum": ["ab", "cd", "ef"]}, "minItems": 60, "maxItems": 60}
+    published = served.publish()
+
+    async def swapped() -> list[Completion]:
+        done: list[Completion] = []
+        running = anyio.Event()
+
+        async def one(seed: int) -> None:
+            request = asked(Grammar(text_tag(words)), count=900, seed=seed)
+            done.append(await complete(served.engine, request, running.set))
+
+        async with anyio.create_task_group() as group:
+            for seed in range(8):
+                group.start_soon(one, seed)
+            with anyio.fail_after(60):
+                await running.wait()
+            await served.engine.load(published, keep_cache=keep_cache)
+        return done
+
+    done = served.call(swapped)
+    assert any(len(completion.versions) == 2 for completion in done)
+    for completion in done:
+        assert ratio(served, completion) < ROUNDING
+        if completion.finish == "stop":
+            assert len(read(tokenizer.decode(completion.token_ids))) == 60
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_is_read_as_a_call_whatever_the_weights_are(
+    served: Served, tokenizer: HfTokenizer, seed: int
+) -> None:
+    grammar = tokenizer.grammar(ResponseForm(call=ANY_CALL, single=True), [GO])
+    grammar = msgspec.structs.replace(grammar, reasoning=None)
+    completion = served.call(complete, served.engine, asked(grammar, seed=seed))
+    assert ratio(served, completion) < ROUNDING
+    if completion.finish == "stop":
+        spoken = tokenizer.read_response(completion.token_ids, True, PROMPT, [GO], calling=True)
+        (call,) = spoken.message.tool_calls
+        assert call.name == "go"
+        assert set(read(call.arguments)) == {"at"}
+
+
+def test_a_form_begins_after_the_reasoning(served: Served, tokenizer: HfTokenizer) -> None:
+    grammar = msgspec.structs.replace(TEXT, reasoning={})
+    free = served.call(complete, served.engine, asked(grammar, count=30))
+    assert ratio(served, free) < ROUNDING
+    end = tokenizer.inner.convert_tokens_to_ids("</think>")
+    reasoned = free.token_ids.index(end) + 1 if end in free.token_ids else 30
+    assert (free.kept.part(0, reasoned).numbers()[1] == WHOLE).all()
+    # Reasoning that looks like the form, and a response that moves within it, at its end, and after it.
+    begun = tokenizer.inner.encode('<think>{"unit": 5</think>{"un', add_special_tokens=False)
+    for at in range(begun.index(end) - 2, len(begun) + 1):
+        rest = served.call(complete, served.engine, continued(asked(grammar), begun[:at]))
+        free_after = (rest.kept.numbers()[1] == WHOLE).sum()
+        if at > begun.index(end):
+            assert free_after == 0
+            text = tokenizer.decode(begun[begun.index(end) + 1 : at] + rest.token_ids)
+            assert rest.finish == "length" or set(read(text)) == {"unit", "name", "at"}
+        else:
+            assert free_after > 0
+
+
+def test_responses_with_and_without_forms_share_a_step_of_the_engine_and_a_micro_batch(served: Served) -> None:
+    async def all_at_once() -> dict[tuple[str, bool], Completion]:
+        found: dict[tuple[str, bool], Completion] = {}
+
+        async def one(name: str, formed: bool) -> None:
+            found[name, formed] = await complete(served.engine, asked(TEXT if formed else None, HOW[name], 60))
+
+        async with anyio.create_task_group() as group:
+            for name in HOW:
+                for formed in (True, False):
+                    group.start_soon(partial(one, name, formed))
+        return found
+
+    found = served.call(all_at_once)
+    together = [trajectory(one, HOW[name], group) for group, ((name, _), one) in enumerate(found.items())]
+    assert log_ratios(served, together).abs().max() * 0.6 < ROUNDING
+    assert found["plain", False].kept is None
+
+
+def test_a_response_at_temperature_0_has_a_form_and_no_kept_sets(served: Served, tokenizer: HfTokenizer) -> None:
+    completion = served.call(complete, served.engine, asked(TEXT, Sampling(0.0)))
+    assert completion.kept is None
+    assert tokenizer.decode(completion.token_ids).lstrip()[:1] in ("{", "")
