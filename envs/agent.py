@@ -450,13 +450,13 @@ class Agent:
             message = f"The messages are too long: with them {1 - room} tokens too many (model.max_length)."
             return ApiError(400, message, "context_length_exceeded", "messages")
         form = pending.call.request.response_form
-        try:
-            # The last check, because it also sets the form of the next response.
-            if form is not None:
+        if form is not None:
+            try:
+                # The last check, because it also sets the form of the next response.
                 self._episode.form(form)
-        except EnvError as error:
-            field = "tool_choice" if form.call else "response_format"
-            return ApiError(400, f"{error}.", "unsupported_parameter", field)
+            except EnvError as error:
+                field = "tool_choice" if form.call else "response_format"
+                return ApiError(400, f"{error}.", "unsupported_parameter", field)
         return None
 
     async def _judge_answer(self) -> StepResult:

@@ -18,6 +18,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+import anyio
+import anyio.to_thread
+
+from flash.sampling import Grammar
+
 TOUCHED = (
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init",
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
@@ -165,11 +170,28 @@ def check_tag(tag: str) -> None:
 # -- replays ---------------------------------------------------------------------------------------------------------
 
 
-def grammar_manager(llm: Any) -> Any:
-    """Return a manager of grammars with the settings of an engine. This loads the tokenizer, which takes seconds."""
-    from vllm.v1.structured_output import StructuredOutputManager
+class GrammarReplays:
+    """Makes the replays of one engine's responses, in threads, because loading the tokenizer takes seconds."""
 
-    return StructuredOutputManager(llm.vllm_config)
+    def __init__(self) -> None:
+        self._manager: Any = None
+        """vLLM's manager of grammars, with the settings of the engine; None before the first replay."""
+        self._making = anyio.Lock()
+        """Lock held while a replay is made. The first one makes the manager and its compiler."""
+
+    async def begin(
+        self, llm: Any, parameters: Any, prompt: Sequence[int], generated: int, grammar: Grammar
+    ) -> GrammarReplay:
+        """Return the replay of a response that the engine `llm`, an AsyncLLM, has just been asked for.
+
+        `GrammarReplay` describes the other arguments and the errors.
+        """
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        async with self._making:
+            if self._manager is None:
+                self._manager = await anyio.to_thread.run_sync(StructuredOutputManager, llm.vllm_config)
+            return await anyio.to_thread.run_sync(GrammarReplay, self._manager, parameters, prompt, generated, grammar)
 
 
 class GrammarReplay:
@@ -178,22 +200,20 @@ class GrammarReplay:
     Making it compiles the grammar, which may take a second the first time.
 
     Args:
-        manager: the result of `grammar_manager`.
+        manager: vLLM's manager of grammars, with the settings of the engine.
         parameters: vLLM's parameters of the request, after the request was added to the engine.
         prompt: tokens before the response, with the `generated` tokens.
         generated: number of tokens at the end of `prompt` that other engines have sampled for the response.
-        reasoning: arguments of the engine's parser of reasoning, as in `reasoning_arguments`.
+        grammar: the grammar of the request.
 
     Raises:
         RuntimeError: the grammar cannot be compiled.
     """
 
-    def __init__(
-        self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, reasoning: dict[str, Any]
-    ) -> None:
+    def __init__(self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, grammar: Grammar) -> None:
         begin = list(prompt[: len(prompt) - generated])
         self._manager = manager
-        self._request = _new_request(parameters, begin, reasoning)
+        self._request = _new_request(parameters, begin, reasoning_arguments(grammar))
         manager.grammar_init(self._request)
         state = self._request.structured_output_request
         if isinstance(state._grammar, Future):
@@ -228,15 +248,13 @@ class GrammarReplay:
         return masks
 
 
-def reasoning_arguments(template: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments with which a request waits for the end of the reasoning before its grammar begins.
-
-    `template`: arguments of the chat template, from which the parser of reasoning finds out if the model reasons. None:
-    the response has no reasoning.
-    """
-    if template is None:
+def reasoning_arguments(grammar: Grammar | None) -> dict[str, Any]:
+    """Return vLLM's arguments that say if a request waits for the end of the reasoning before its grammar begins."""
+    if grammar is None:
+        return {}
+    if grammar.reasoning is None:
         return {"reasoning_ended": True}
-    return {"reasoning_parser_kwargs": {"chat_template_kwargs": template}}
+    return {"reasoning_parser_kwargs": {"chat_template_kwargs": grammar.reasoning}}
 
 
 def continue_grammars() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flash.foreign.transformers import LogitChange
+from flash.trainer.kept import KeptTokens
 from flash.trainer.model.logprobs import UNCHANGED, KeptSets, LogprobRequest, OutputLayer, selected_logprobs
-from flash.trainer.packing import KeptTokens
 
 VOCABULARY, WIDTH = 23, 6
 ROW = VOCABULARY * 8

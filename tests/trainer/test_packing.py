@@ -16,8 +16,9 @@ from msgspec.structs import astuple
 from flash.branches import spans_by_turn, split_branches
 from flash.errors import ContractError
 from flash.sampling import Kept, Sampling
+from flash.trainer.kept import kept_tokens
 from flash.trainer.model.packed import packed_row
-from flash.trainer.packing import DUMMY, MicroBatch, kept_tokens, pack, select_sequences, split_minibatches
+from flash.trainer.packing import DUMMY, MicroBatch, pack, select_sequences, split_minibatches
 from flash.types import ShardSample, Span, VersionRun
 from tests.trainer.trainer_cases import (
     branched_shard,

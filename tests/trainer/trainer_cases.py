@@ -399,7 +399,12 @@ def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> torch.T
         penalised = torch.where(drawn > 0, drawn / how.repetition_penalty, drawn * how.repetition_penalty)
         drawn = torch.where(seen, penalised, drawn) / how.temperature
         if trajectory.kept is not None:
-            others = trajectory.kept.part(place, place + 1).numbers()[0].tolist()
-            drawn = drawn.where(torch.isin(torch.arange(len(drawn)), torch.tensor([*others, tokens[at]])), -torch.inf)
+            own = trajectory.kept.part(place, place + 1)
+            others, (count,) = own.numbers()
+            kept = torch.isin(torch.arange(len(drawn)), torch.tensor([*others.tolist(), tokens[at]]))
+            if count < 0:
+                bits = [np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little") for mask in own.masks]
+                kept = torch.from_numpy(bits[0][: len(drawn)] > 0) if bits else torch.ones(len(drawn), dtype=torch.bool)
+            drawn = drawn.where(kept, -torch.inf)
         found.append(drawn.log_softmax(-1)[tokens[at]])
     return torch.stack(found)

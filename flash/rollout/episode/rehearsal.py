@@ -32,7 +32,8 @@ class Echo:
         """Return a response of one token, without an engine."""
         last = request.prompt[-1:]
         request.on_tokens(last)
-        return Completion(last, [-1.0], [VersionRun(0, 1)], "stop")
+        # The token is no response in a form. Marked as cut off, it may make an agent fail.
+        return Completion(last, [-1.0], [VersionRun(0, 1)], "stop" if request.grammar is None else "length")
 
 
 async def rehearse(

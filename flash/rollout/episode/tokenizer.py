@@ -27,13 +27,12 @@ from flash.config.tree import ModelConfig
 from flash.environment.calls import call_function
 from flash.environment.interface import Spoken
 from flash.errors import ConfigError, EnvError, encodable
-from flash.foreign.grammars import check_tag, schema_fault, text_tag
 from flash.foreign.vllm_parsers import Parsers, StreamParser, parser_names
 from flash.rollout.episode.chat_template import ChatTemplate, end_of_text
 from flash.rollout.episode.controls import ControlTokens
+from flash.rollout.episode.grammars import Grammars
 from flash.sampling import Grammar
 from flash.types import (
-    ANY_CALL,
     ASSISTANT,
     RESERVED_ARGUMENTS,
     Message,
@@ -53,8 +52,6 @@ different arguments; more variants would only fill memory."""
 CALL_ID_LETTERS = 9
 """Number of letters and digits of an id that Flash gives to a call. The chat templates of Mistral's models accept no
 other number."""
-KEPT_GRAMMARS = 64
-"""Number of grammars that are kept. An agent asks for the same few forms in each episode."""
 INCOMPLETE = "\ufffd"
 """Character to which an incomplete sequence of UTF-8 bytes is decoded."""
 
@@ -245,8 +242,6 @@ class HfTokenizer(Tokenizer):
         """Arguments of the chat template."""
         self._variants: dict[bytes, HfTokenizer] = {}
         """Variants of this tokenizer that `with_arguments` has made, oldest first, by the JSON of their arguments."""
-        self._grammars: dict[bytes, Grammar] = {}
-        """Grammars of the last `KEPT_GRAMMARS` forms, oldest first, by the JSON of the form and the tools."""
         self._reported: set[str] = set()
         """Warnings that were logged, so that each is logged once. All variants share this set."""
         local = Path(config.path).is_dir()
@@ -306,10 +301,9 @@ class HfTokenizer(Tokenizer):
                 )
             _ = self._controls  # Make `_controls` before the copy, so that all variants share it.
             known = copy(self)
-            for name in ("_template", "_parsers", "_turn_ends"):  # these depend on the arguments
+            for name in ("_template", "_parsers", "_turn_ends", "_grammars"):  # these depend on the arguments
                 known.__dict__.pop(name, None)
             known._arguments, known._prompts, known._variants = self._arguments | dict(arguments), {}, {}
-            known._grammars = {}
             self._variants[key] = known
             if len(self._variants) > KEPT_VARIANTS:
                 del self._variants[next(iter(self._variants))]
@@ -407,46 +401,8 @@ class HfTokenizer(Tokenizer):
             raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
 
     def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
-        """Return the grammar of the responses that have a form. It is kept for the next response with the same form.
-
-        Calls have the format that `model.tool_parser` reads. The reasoning before the response, which
-        `model.reasoning_parser` reads, is free.
-
-        Raises:
-            EnvError: the form is invalid, or engines cannot enforce it. The message names the fault.
-        """
-        key = msgspec.json.encode((form, tools), order="deterministic")
-        known = self._grammars.get(key)
-        if known is None:
-            known = self._grammars[key] = self._new_grammar(form, tools)
-            if len(self._grammars) > KEPT_GRAMMARS:
-                del self._grammars[next(iter(self._grammars))]
-        return known
-
-    def _new_grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
-        """Make the grammar of the responses that have a form. Raises the errors of `grammar`."""
-        offered = {tool["function"]["name"]: tool for tool in tools}
-        if form.call and not offered:
-            raise EnvError("a call is required, but no function is offered")
-        if form.call not in ("", ANY_CALL, *offered):
-            raise EnvError(f"the function {form.call!r} must be called, but is not offered")
-        schemas = {} if form.schema is None or form.call else {"the JSON schema": form.schema}
-        for name, tool in offered.items() if form.calling else ():
-            schemas[f"the schema of the function {name}"] = tool["function"].get("parameters") or {}
-        for of, schema in schemas.items():
-            if (fault := schema_fault(schema)) is not None:
-                raise EnvError(f"a response cannot have this form: in {of}, {fault}")
-        call = {"": "auto", ANY_CALL: "required"}.get(form.call, form.call) if form.calling else None
-        try:
-            if self._parsers is None:
-                assert form.schema is not None, "without a parser no function is offered"
-                tag = text_tag(form.schema)
-            else:
-                tag = self._parsers.tag(None if form.call else form.schema, tools, call=call, single=form.single)
-            check_tag(tag)
-        except ValueError as error:
-            raise EnvError(f"a response cannot have this form: {error}") from error
-        return Grammar(tag, None if self._config.reasoning_parser is None else self._arguments)
+        """Return the grammar of the responses that have a form. Raises EnvError if engines cannot enforce the form."""
+        return self._grammars.of(form, tools)
 
     def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
@@ -576,6 +532,11 @@ class HfTokenizer(Tokenizer):
             return self._template.turn_ends
         except EnvError:
             return frozenset(self.end)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """Grammars of the forms that responses may have, for the arguments of this variant."""
+        return Grammars(self._parsers, self._arguments if self._config.reasoning_parser is not None else None)
 
     @cached_property
     def _parsers(self) -> Parsers | None:

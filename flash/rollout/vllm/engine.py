@@ -117,10 +117,7 @@ class VLLMEngine:
         self._answer_scope: anyio.CancelScope | None = None
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
-        self._grammars: Any = None
-        """vLLM's manager of grammars, for `grammars.GrammarReplay`; None before the first response under a grammar."""
-        self._making_grammars = anyio.Lock()
-        """Lock held while the manager is made, and while the first grammar makes its compiler."""
+        self._replays = grammars.GrammarReplays()
 
     @property
     def version(self) -> int:
@@ -198,7 +195,7 @@ class VLLMEngine:
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
-            reasoning = grammars.reasoning_arguments(request.grammar.reasoning) if request.grammar else {}
+            reasoning = grammars.reasoning_arguments(request.grammar)
             queue = await llm.add_request(
                 request_id, prompt, parameters, lora_request=adapter.lora_request, **reasoning
             )
@@ -206,7 +203,11 @@ class VLLMEngine:
             vllm.search_stop_text_in_prompt(llm, queue, request.prompt, stop_text_tokens(request))
             starts = vllm.version_starts(llm, queue)
             forget = vllm.trim_logprobs(llm, queue) if request.sampling.has_kept_sets else None
-            replay = await self._replay(request, parameters, reasoning)
+            replay = None
+            # With `top_k`, the log-probs show the kept sets. At temperature 0 nothing is drawn, or trained.
+            if request.grammar is not None and not (forget or request.sampling.temperature == 0):
+                begun = request.prompt, request.generated, request.grammar
+                replay = await self._replays.begin(llm, parameters, *begun)
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
@@ -244,24 +245,6 @@ class VLLMEngine:
         replays = self._config.rollout.routing_replay
         routes = read_routes(piece, len(request.prompt) + len(token_ids) - 1) if replays else None
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish, all_kept, routes)
-
-    async def _replay(
-        self, request: ResponseRequest, parameters: Any, reasoning: dict[str, Any]
-    ) -> grammars.GrammarReplay | None:
-        """Return the replay of a response under a grammar, which finds its kept sets; None if none is needed.
-
-        None if the request has no grammar, if the log-probs of the most likely tokens show the kept sets, or if nothing
-        is drawn, so that the response is not trained. `parameters` and `reasoning` are those of the added request.
-        """
-        sampling = request.sampling
-        if request.grammar is None or sampling.has_kept_sets or sampling.temperature == 0:
-            return None
-        async with self._making_grammars:
-            if self._grammars is None:
-                self._grammars = await anyio.to_thread.run_sync(grammars.grammar_manager, self._llm)
-            return await anyio.to_thread.run_sync(
-                grammars.GrammarReplay, self._grammars, parameters, request.prompt, request.generated, reasoning
-            )
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Replace the weights by the weights of a published version. Implements `Engine.load`.

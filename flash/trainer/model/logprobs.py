@@ -37,11 +37,12 @@ from transformers import PreTrainedModel
 from flash.branches import Int64Array
 from flash.errors import ConfigError
 from flash.foreign.transformers import LogitChange, logit_change, logits_unchanged
+from flash.trainer.kept import KeptTokens
 from flash.trainer.mesh import device_of, to_device
 from flash.trainer.model.fused import fused
 from flash.trainer.model.packed import AttentionWatch, class_name, model_inputs, packed_row
 from flash.trainer.model.routing_replay import RoutingReplay
-from flash.trainer.packing import Float64Array, KeptTokens, MicroBatch, PackedSequences
+from flash.trainer.packing import Float64Array, MicroBatch, PackedSequences
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes of one chunk's logits in float32. Up to three tensors of this size exist at once. Every chunk reads the whole
