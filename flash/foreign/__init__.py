@@ -2,6 +2,7 @@
 
 Each module serves one library: `torch` and `kernels` (its attention), `transformers` with `dividing` and
 `chat_templates`, `peft`, multiprocessing (`forking`), asyncio and anyio (`abandoned`), and vLLM (`vllm`, `vllm_worker`,
-`vllm_processes`, `vllm_parsers`, `vllm_arguments`). Most modules have a list `TOUCHED` of the attributes that they use.
-The tests in tests/foreign look for each attribute in the installed releases. `vllm_touched` has the lists for vLLM.
+`vllm_processes`, `vllm_parsers`, `vllm_arguments`, `grammars`). Most modules have a list `TOUCHED` of the attributes
+that they use. The tests in tests/foreign look for each attribute in the installed releases. `vllm_touched` has most of
+the lists for vLLM.
 """

@@ -1,6 +1,6 @@
-"""Grammars: the forms that responses must have, checked and replayed with vLLM's and xgrammar's own functions.
+"""Grammars: the forms that responses must have, checked and replayed with vLLM's own functions.
 
-A *structural tag* is xgrammar's description of all texts that a response may have, as JSON. `text_tag` and
+A *structural tag* describes all texts that a response may have, as JSON for the package xgrammar. `text_tag` and
 `flash.foreign.vllm_parsers.Parsers.tag` make it, and vLLM's engine core (the process that schedules steps) forbids each
 token that does not lead to such a text. xgrammar ignores some keywords of JSON schemas, so `schema_fault` finds them.
 
@@ -8,7 +8,7 @@ The trainer must know which tokens were not forbidden. The engine does not repor
 once more in the node loop, with the same code of vLLM, from the sampled tokens. The result depends on nothing else.
 
 A response that moves to another engine continues there after its own tokens. vLLM's grammar would begin anew, so
-`continue_grammars` lets a core advance it first. vLLM and xgrammar are imported inside the functions.
+`continue_grammars` lets a core advance it first. vLLM is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TOUCHED = (
     "vllm.v1.structured_output.request:StructuredOutputRequest.reasoning_ended",
     "vllm.v1.request:Request.structured_output_request",
     "vllm.v1.request:Request.append_output_token_ids",
-    "xgrammar:Grammar.from_structural_tag",
+    "vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar",
 )
-"""Attributes of vLLM and xgrammar that this module uses, as `module:Class.attribute`. A test looks for each of them."""
+"""Attributes of vLLM that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
 GENERATED = "flash_generated"
 """Name of a request's extra argument: the number of tokens at the end of its prompt that belong to its response."""
@@ -156,15 +156,15 @@ def text_tag(schema: dict[str, Any]) -> str:
 
 def check_tag(tag: str) -> None:
     """Raise ValueError if no engine can sample under a structural tag, for example because a reference is missing."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import check_json_nesting
-    from xgrammar import Grammar
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     try:
-        check_json_nesting(tag, structural_tag=True)
-        Grammar.from_structural_tag(tag)
-    except (RuntimeError, ValueError, VLLMValidationError) as error:
-        raise ValueError(str(error)) from error
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag)))
+    except (ValueError, VLLMClientError) as error:
+        # xgrammar's own message, if it has one, names the fault.
+        raise ValueError(str(error.__cause__ or error)) from error
 
 
 # -- replays ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,19 @@ from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
 from flash.samples.rules import BufferRules, ProblemKinds
-from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
+from flash.sampling import Grammar
+from flash.types import (
+    Completion,
+    Failure,
+    Lease,
+    Observation,
+    Outcome,
+    ResponseForm,
+    Task,
+    Tool,
+    Trajectory,
+    VersionRun,
+)
 from flash.waiting import deadline
 
 _log = logging.getLogger(__name__)
@@ -206,3 +218,7 @@ class _Characters(Tokenizer):
 
     def check_reads_calls(self) -> None:
         """Do nothing: given answers call no functions."""
+
+    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+        """Return a grammar without effect: given answers are not changed."""
+        return Grammar("")

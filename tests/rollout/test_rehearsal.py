@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from flash.environment.interface import HELD_OUT
+from flash.environment.interface import HELD_OUT, EpisodeView
 from flash.errors import ConfigError
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.episode.rehearsal import PROBLEMS, rehearse
 from flash.samples.tasks import SEED_STRIDE
-from flash.sampling import Sampling
+from flash.sampling import Grammar, Sampling
 from flash.simulate.clock import run_virtual
-from flash.types import Trajectory
+from flash.types import ResponseForm, Tool, Trajectory
 from tests.rollout.test_episode import SETTINGS, CharTokenizer
 
 ALWAYS = 1000
@@ -51,10 +52,36 @@ class Stage:
         self.closed += 1
 
 
-def played(stage: Stage, run_seed: int = 0, settings: EpisodeSettings = SETTINGS) -> Trajectory:
+class Formed(Stage):
+    """Asks for a number, and fails if it gets another answer that is complete."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self._episode = episode
+
+    async def reset(self, seed: int) -> Any:
+        self._episode.form(ResponseForm({"type": "integer"}))
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Any:
+        if not self._episode.last.cut:
+            int(action)
+        return await super().step(action)
+
+
+class FormTokenizer(CharTokenizer):
+    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+        return Grammar("a number")
+
+
+CHARACTERS = CharTokenizer()
+
+
+def played(
+    stage: Stage, run_seed: int = 0, settings: EpisodeSettings = SETTINGS, tokenizer: CharTokenizer = CHARACTERS
+) -> Trajectory:
     async def go() -> Trajectory:
         return await rehearse(
-            *(CharTokenizer(), lambda kind: stage, str, settings),
+            *(tokenizer, lambda kind: stage, str, settings),
             samplings={"": Sampling(temperature=0.7)},
             run_seed=run_seed,
             now=anyio.current_time,
@@ -73,6 +100,12 @@ def test_one_turn_of_the_first_training_problem_is_played_and_closed(endless: bo
     assert stage.closed == 1
     assert trajectory.reward == 0.5
     assert trajectory.task.sampling.temperature == 0.7, "an agent is told of the run's own"
+
+
+def test_an_answer_that_should_have_a_form_counts_as_cut_off_because_it_has_none() -> None:
+    stage = Formed()
+    assert played(stage, tokenizer=FormTokenizer()).reward == 0.5
+    assert stage.actions == ["d"]
 
 
 @pytest.mark.parametrize("place", ["reset", "step"])

@@ -11,6 +11,7 @@ import pytest
 import flash
 from envs.workers import in_worker
 from flash.config.tree import Config
+from flash.environment import EpisodeView, ResponseForm
 
 
 class Guess:
@@ -46,6 +47,22 @@ class Blocking:
     def close(self) -> None: ...
 
 
+class Formed:
+    """Asks for JSON."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self._episode = episode
+
+    async def reset(self, seed: int) -> Any:
+        self._episode.form(ResponseForm({"type": "object"}))
+        return "an object: ", {}
+
+    async def step(self, action: str) -> Any:
+        return "", float(action == "{}"), True, False, {}
+
+    async def close(self) -> None: ...
+
+
 def make_config(env: type[object], **rollout: Any) -> Config:
     tree = {
         "run": {"name": "test"},
@@ -55,6 +72,10 @@ def make_config(env: type[object], **rollout: Any) -> Config:
         "rollout": rollout,
     }
     return msgspec.convert(tree, Config)
+
+
+def test_a_given_answer_is_not_changed_by_the_form_that_it_should_have() -> None:
+    assert [flash.play(make_config(Formed), [answer], 1).reward for answer in ("{}", "no object")] == [1.0, 0.0]
 
 
 def test_each_turn_takes_the_next_answer() -> None:
