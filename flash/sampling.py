@@ -113,10 +113,14 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
             if mask is None:
                 counts.append(WHOLE)
                 continue
-            if 4 * int.from_bytes(mask, "little").bit_count() > len(mask):
+            octets = np.frombuffer(mask, dtype=np.uint8)
+            if 4 * np.bitwise_count(octets).sum(dtype=np.int64) > len(mask):
                 counts.append(FIRST_MASK - large.setdefault(mask, len(large)))
                 continue
-            kept = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
+            # Only few bytes have bits, so only these are unpacked.
+            places = np.flatnonzero(octets)
+            at, bit = np.nonzero(np.unpackbits(octets[places, None], axis=1, bitorder="little"))
+            kept = 8 * places[at] + bit
             ids.append(kept[kept != token].astype("<i4"))
             counts.append(len(ids[-1]))
         return cls(b"".join(each.tobytes() for each in ids), np.array(counts, dtype="<i4").tobytes(), tuple(large))
