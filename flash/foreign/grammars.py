@@ -21,8 +21,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from flash.sampling import Grammar
-
 TOUCHED = (
     "vllm.v1.structured_output:StructuredOutputManager.grammar_init",
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
@@ -180,7 +178,7 @@ class GrammarReplays:
         """Lock held while a replay is made. The first one makes the manager and its compiler."""
 
     async def begin(
-        self, llm: Any, parameters: Any, prompt: Sequence[int], generated: int, grammar: Grammar
+        self, llm: Any, parameters: Any, prompt: Sequence[int], generated: int, reasoning: dict[str, Any]
     ) -> GrammarReplay:
         """Return the replay of a response that the engine `llm`, an AsyncLLM, has just been asked for.
 
@@ -191,7 +189,9 @@ class GrammarReplays:
         async with self._making:
             if self._manager is None:
                 self._manager = await anyio.to_thread.run_sync(StructuredOutputManager, llm.vllm_config)
-            return await anyio.to_thread.run_sync(GrammarReplay, self._manager, parameters, prompt, generated, grammar)
+            return await anyio.to_thread.run_sync(
+                GrammarReplay, self._manager, parameters, prompt, generated, reasoning
+            )
 
 
 class GrammarReplay:
@@ -204,16 +204,18 @@ class GrammarReplay:
         parameters: vLLM's parameters of the request, after the request was added to the engine.
         prompt: tokens before the response, with the `generated` tokens.
         generated: number of tokens at the end of `prompt` that other engines have sampled for the response.
-        grammar: the grammar of the request.
+        reasoning: vLLM's arguments about the reasoning, from `reasoning_arguments`.
 
     Raises:
         RuntimeError: the grammar cannot be compiled.
     """
 
-    def __init__(self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, grammar: Grammar) -> None:
+    def __init__(
+        self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, reasoning: dict[str, Any]
+    ) -> None:
         begin = list(prompt[: len(prompt) - generated])
         self._manager = manager
-        self._request = _new_request(parameters, begin, reasoning_arguments(grammar))
+        self._request = _new_request(parameters, begin, reasoning)
         manager.grammar_init(self._request)
         state = self._request.structured_output_request
         if isinstance(state._grammar, Future):
@@ -248,13 +250,15 @@ class GrammarReplay:
         return masks
 
 
-def reasoning_arguments(grammar: Grammar | None) -> dict[str, Any]:
-    """Return vLLM's arguments that say if a request waits for the end of the reasoning before its grammar begins."""
-    if grammar is None:
-        return {}
-    if grammar.reasoning is None:
+def reasoning_arguments(template: dict[str, Any] | None) -> dict[str, Any]:
+    """Return vLLM's arguments that say if a request waits for the end of the reasoning before its grammar begins.
+
+    `template`: arguments of the chat template, from which the parser of reasoning finds out if the model reasons. None:
+    the grammar holds from the first token.
+    """
+    if template is None:
         return {"reasoning_ended": True}
-    return {"reasoning_parser_kwargs": {"chat_template_kwargs": grammar.reasoning}}
+    return {"reasoning_parser_kwargs": {"chat_template_kwargs": template}}
 
 
 def continue_grammars() -> None:

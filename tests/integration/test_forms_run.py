@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.samples import read_samples
 from tests.integration.whole_run import CONFIG, Run, all_trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -36,7 +38,9 @@ def test_a_run_trains_an_agent_that_asks_for_json(start: Callable[..., Run], swa
     assert [row["failures"] for row in run.rows()] == [0] * steps
     mismatches = [row["mismatch_k3_age_0"] for row in run.rows() if "mismatch_k3_age_0" in row]
     assert max(mismatches) < 1e-6, "an answer is trained as it was sampled under its form"
-    answers = [turn[1] for sample in run.rows("samples.jsonl") for turn in sample["turns"]]
+    directory = RunDirectory(run.directory)
+    samples = [sample for step in range(steps) for sample in read_samples(directory, step)]
+    answers = [turn.action for sample in samples for turn in sample.turns]
     whole = [answer for answer in answers if answer.endswith("}")]
     assert len(whole) > len(answers) / 2, answers
     assert all(set(json.loads(answer)) == {"sum", "why"} for answer in whole)

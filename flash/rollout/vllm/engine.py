@@ -195,7 +195,7 @@ class VLLMEngine:
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
             parameters = self._sampling.of(request, vocabulary)
             # From here on the request is in the engine's process; its tokens come back through `queue`.
-            reasoning = grammars.reasoning_arguments(request.grammar)
+            reasoning = {} if request.grammar is None else grammars.reasoning_arguments(request.grammar.reasoning)
             queue = await llm.add_request(
                 request_id, prompt, parameters, lora_request=adapter.lora_request, **reasoning
             )
@@ -206,7 +206,7 @@ class VLLMEngine:
             replay = None
             # With `top_k`, the log-probs show the kept sets. At temperature 0 nothing is drawn, or trained.
             if request.grammar is not None and not (forget or request.sampling.temperature == 0):
-                begun = request.prompt, request.generated, request.grammar
+                begun = request.prompt, request.generated, reasoning
                 replay = await self._replays.begin(llm, parameters, *begun)
             while True:
                 output = queue.get_nowait() or await queue.get()
