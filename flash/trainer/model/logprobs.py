@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from flash.branches import Int64Array
@@ -293,11 +293,16 @@ class KeptSets:
         return KeptLogits(restricted_CV, token_CW, slope_CW)
 
     def _masked_out(self, rows: slice, vocabulary: int) -> Tensor:
-        """Return bool [C, V]: True where the mask of a position, if it has one, leaves out a token."""
+        """Return bool [C, V]: True where the mask of a position, if it has one, leaves out a token.
+
+        A token for which the mask has no bit is left out.
+        """
         mask_C = self.mask_T[rows]
         bit_8 = torch.arange(8, dtype=torch.uint8, device=mask_C.device)
         kept_CB8 = (self.mask_KB[mask_C.clamp(min=0)][..., None] >> bit_8).bitwise_and_(1)
-        return (kept_CB8.flatten(1)[:, :vocabulary] == 0).logical_and_((mask_C >= 0)[:, None])
+        bits_CV = kept_CB8.flatten(1)[:, :vocabulary]
+        left_out_CV = pad(bits_CV, (0, vocabulary - bits_CV.shape[1])) == 0
+        return left_out_CV.logical_and_((mask_C >= 0)[:, None])
 
 
 @dataclass
