@@ -61,6 +61,7 @@ async def chats(base_url: str, api_key: str, task: str) -> str:
     class Sum(BaseModel):
         sum: int
 
+    client: Any
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         create = client.chat.completions.create
         format: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
@@ -85,6 +86,7 @@ async def responds(base_url: str, api_key: str, task: str) -> str:
     import openai
 
     asked: Any = {"model": "policy", "input": "1 + 2?"}
+    client: Any
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         format: Any = {"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA, "strict": True}}
         reply = await client.responses.create(**asked, text=format)
@@ -103,6 +105,7 @@ async def messages(base_url: str, api_key: str, task: str) -> str:
     import anthropic
 
     asked: Any = {**ASKED, "max_tokens": 100}
+    client: Any
     async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
         format: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
         reply: Any = await client.messages.create(**asked, output_config=format)
