@@ -74,10 +74,10 @@ async def chats(base_url: str, api_key: str, task: str) -> str:
         assert "".join([piece.choices[0].delta.content or "" async for piece in stream]) == TEXT
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             reply = await create(**ASKED, tools=[ADD], tool_choice=choice)
-            (call,) = reply.choices[0].message.tool_calls or ()
+            (call,) = reply.choices[0].message.tool_calls
             assert (call.function.name, reply.choices[0].finish_reason) == ("add", "tool_calls")
         async with client.chat.completions.stream(**ASKED, tools=[ADD], tool_choice="required") as events:
-            (call,) = (await events.get_final_completion()).choices[0].message.tool_calls or ()
+            (call,) = (await events.get_final_completion()).choices[0].message.tool_calls
         return call.function.arguments
 
 
