@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -57,7 +58,7 @@ def world(alpha: float = 1.0, **more: Any) -> World:
     config = make_config(
         run={"steps": 5},
         model={"max_length": 400},
-        train={"async_ratio": alpha},
+        train={"async_ratio": alpha, "max_token_age": math.ceil(alpha)},
         deadlines={"env_step": 60.0},
     )
 

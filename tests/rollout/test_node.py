@@ -239,11 +239,14 @@ def test_the_first_evaluation_sees_only_the_untrained_policy() -> None:
     assert (first["version_min"], first["version_max"]) == (0, 0)
 
 
+@pytest.mark.parametrize("windows", [1, 4, None])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
-def test_law_3_no_trained_token_is_older_than_the_async_ratio_rounded_up(alpha: float) -> None:
-    world = World(make_config(train={"async_ratio": alpha}, run={"steps": 6}), env=lambda: Echo(lambda s: s % 7 / 2))
+def test_law_3_no_trained_token_is_older_than_the_limit(alpha: float, windows: int | None) -> None:
+    limit = None if windows is None else windows * math.ceil(alpha)
+    train = {"async_ratio": alpha, "max_token_age": limit}
+    world = World(make_config(train=train, run={"steps": 6}), env=lambda: Echo(lambda s: s % 7 / 2))
     run(world)
-    assert max(ages(world)) <= math.ceil(alpha)
+    assert max(ages(world)) <= (4 * math.ceil(alpha) if limit is None else limit)
 
 
 def test_a_ratio_of_zero_is_synchronous_training() -> None:

@@ -175,7 +175,11 @@ def test_no_engine_slot_is_empty_while_the_hub_has_a_lease(
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.5])
 def test_law_3_holds_in_every_mode_of_swapping(mode: str, alpha: float) -> None:
     world = World(
-        config(rollout={"swap": mode}, train={"async_ratio": alpha}, run={"steps": 6}),
+        config(
+            rollout={"swap": mode},
+            train={"async_ratio": alpha, "max_token_age": math.ceil(alpha)},
+            run={"steps": 6},
+        ),
         env=lambda: Echo(lambda seed: seed % 7 / 2),
         engines=[partial(engine, text="yes" * (1 + 3 * index)) for index in range(2)],
     )

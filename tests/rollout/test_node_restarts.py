@@ -262,7 +262,7 @@ def test_laws_2_and_3_hold_whenever_engines_die(
         run={"steps": STEPS},
         cluster={"max_restarts": 100},
         rollout={"swap": swap, "barriers": [] if replicate else ["group"], "retries": 0, "breaker": 1000},
-        train={"async_ratio": alpha},
+        train={"async_ratio": alpha, "max_token_age": math.ceil(alpha)},
     )
 
     def kill(index: int) -> Callable[[], object]:

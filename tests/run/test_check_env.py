@@ -29,6 +29,7 @@ from flash.environment import SolvedExample, is_held_out, sharing
 from flash.observe.stats import Interval
 from flash.run.checks.doctor import Finding
 from flash.run.checks.env import checks
+from flash.run.checks.env.resources import growth_without_jumps
 from flash.run.checks.env.training import config_of, judged
 from flash.run.checks.env.trial import Trial
 from flash.run.loop_watch import run_watched
@@ -579,6 +580,14 @@ def test_the_line_is_named_that_makes_the_objects_that_remain() -> None:
     finding = found(checks.leaks, LeaksLittle, 10)
     assert finding.state == "warning"
     assert finding.text.endswith(f", most of it made at {__file__}:{LeaksLittle.step.__code__.co_firstlineno + 1}")
+
+
+def test_growth_is_that_of_most_batches_whatever_a_few_take_or_give_back() -> None:
+    sizes = [*range(0, 100_000, 5000)]
+    assert growth_without_jumps(sizes) == 5000
+    assert growth_without_jumps([*sizes[:7], *(size - 900_000 for size in sizes[7:])]) == 5000
+    assert growth_without_jumps([*sizes[:7], *(size + 900_000 for size in sizes[7:])]) == 5000
+    assert growth_without_jumps(sizes[:3]) == 0
 
 
 def test_memory_that_a_library_in_c_keeps_is_a_warning() -> None:
