@@ -10,7 +10,7 @@ from envs.arithmetic import Arithmetic
 CLIENT = AsyncOpenAI(api_key="each episode has its own")
 SCHEMA: Any = {
     "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 18}, "why": {"type": "string"}},
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 18}, "why": {"type": "string", "maxLength": 8}},
     "required": ["sum", "why"],
     "additionalProperties": False,
 }
