@@ -63,15 +63,20 @@ class RunProgress:
     Args:
         version: the version that the run has reached. The trainer ranks may hold an older version and train up to it.
         newest: the version that engines should have, perhaps published by a previous hub; -1 if there is none.
+        newest_before: the newest version that engines may have had under a previous hub; -1 if there was none.
     """
 
-    def __init__(self, version: int, newest: int = -1) -> None:
+    def __init__(self, version: int, newest: int = -1, newest_before: int = -1) -> None:
         self.version = version
         """Version that the run has reached: the number of committed steps."""
         self.trainer_version = version
         """Version that the trainer ranks hold; lower than `version` while they train earlier steps again."""
         self.newest = newest
         """Newest version that engines should have; -1 if there is none yet."""
+        self.newest_before = newest_before
+        """Newest version that engines may have had under a previous hub; -1 if there was none. It is newer than
+        `newest` while the run trains steps again from a checkpoint. A node that has outlived the previous hub may
+        deliver samples with tokens of such versions."""
         self.published: Published | None = None
         """Newest version that the ranks have published to this hub process; None before the first publication."""
         self.publisher_alive = False

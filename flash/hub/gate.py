@@ -250,11 +250,12 @@ class Gate:
     def _delivery_faults(self, request: p.DeliverRequest, leases: Mapping[int, Task]) -> Iterator[str]:
         """Yield the faults of a delivery, as phrases. `leases`: tasks that the peer holds, by number of the lease."""
         seen: set[int] = set()
+        newest = max(self._hub.progress.newest, self._hub.progress.newest_before)
         for ended in request.ended:
             task = leases.get(ended.lease_id)
             if task is None or ended.lease_id in seen:
                 yield f"it does not hold lease {ended.lease_id}"
-            elif (fault := _result_fault(task, ended.result, self._hub.progress.newest)) is not None:
+            elif (fault := _result_fault(task, ended.result, newest)) is not None:
                 yield f"lease {ended.lease_id}: {fault}"
             seen.add(ended.lease_id)
 
@@ -314,7 +315,7 @@ def _activity_fault(activities: Iterable[Activity]) -> str | None:
 def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
     """Return a phrase that says why `result` cannot be the task's result; None if it can.
 
-    `newest`: newest version that engines can have.
+    `newest`: newest version that engines can have, or have had under a previous hub.
     """
     if result.task != task:
         return "it was for another task"

@@ -123,7 +123,9 @@ class Hub:
         )
         # The engines of nodes that have outlived an earlier hub have a version also if that hub has left no state.
         has_begun = state is not None or recovered.hub_number > 1
-        self.progress = RunProgress(version, newest=version if has_begun else -1)
+        # Under the previous hub, engines had a version for each batch that was formed, at most.
+        newest_before = self.samples.admission.next_step if has_begun else -1
+        self.progress = RunProgress(version, version if has_begun else -1, newest_before)
         self._metrics = StepMetrics(self.samples)
         context = HubContext(
             config,

@@ -13,8 +13,9 @@ from flash.errors import ContractError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.recovery import RecoveredState
+from flash.hub.recovery import HubState, RecoveredState
 from flash.observe.observer import MemoryObserver
+from flash.samples.journal import MemoryJournal, Replay
 from flash.sampling import Kept, Routes
 from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
@@ -82,6 +83,42 @@ async def test_a_node_that_has_outlived_a_hub_without_a_state_may_report_its_ver
     await gate.handle(guest, p.JoinRequest(run.digest, 1))
     status = p.EngineStatus(index=1, version=run.version, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
     assert await gate.handle(guest, p.EngineReport(1, 1, [status], [])) == p.Ack()
+
+
+async def test_a_sample_of_versions_that_the_next_hub_has_not_reached_again_is_taken() -> None:
+    config, journal = make_config(), MemoryJournal()
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, async_ratio=1.0))
+    driver = Driver(config, journal=journal, recovered=RecoveredState(hub_number=1))
+    run = await driver.hub.handle(p.RunRequest(p.dialect()))
+    await driver.hub.handle(p.JoinRequest(run.digest, 1))
+    await driver.begin(0, 1)
+    leases = await driver.lease(1, 8)
+    late = leases[-1]
+    await driver.bring(1, *(lease for lease in leases if lease.task.group_id != late.task.group_id))
+    await driver.hub.handle(p.BatchRequest(0, 0, []))
+    replay = Replay(None, 0)
+    for event in journal.events:
+        replay.apply(event)
+    state = replay.state(0)
+    assert state is not None
+    assert state.formed, "the trainer has trained step 0, and the engines have loaded version 1"
+    again = Hub(
+        *(config, MemoryObserver()),
+        now=anyio.current_time,
+        recovered=RecoveredState(HubState(0, state, journal=0), {0}, hub_number=2),
+    )
+    gate, guest = Gate(again, config), peer("guest-77", 2)
+    gate.arrived(guest)
+    run = await gate.handle(guest, p.RunRequest(p.dialect()))
+    assert isinstance(run, p.RunReply)
+    await gate.handle(guest, p.JoinRequest(run.digest, 1))
+    assert await gate.handle(guest, p.ClaimRequest(1, [late])) == p.ClaimReply([late.lease_id])
+    assert again.progress.newest == 0
+    newer, made = (p.EndedLease(late.lease_id, trajectory(late.task, version)) for version in (2, 1))
+    with pytest.raises(ProtocolError, match="the newest is 1"):
+        await gate.handle(guest, p.DeliverRequest(1, [newer], 0))
+    await gate.handle(guest, p.DeliverRequest(1, [made], 0))
+    again.samples.check()
 
 
 @pytest.mark.parametrize(
