@@ -75,7 +75,8 @@ EXPLAINED: dict[str, frozenset[Kind]] = {
     "EngineError": ENGINE_FAULTS,
     "EngineDeadError": ENGINE_FAULTS,
     "PeerLostError": CONNECTION_FAULTS | RANK_FAULTS,
-    "DeadlineError": CONNECTION_FAULTS | RANK_FAULTS | ENGINE_FAULTS,
+    # A node that hangs for longer than a deadline has missed it when it goes on.
+    "DeadlineError": CONNECTION_FAULTS | RANK_FAULTS | ENGINE_FAULTS | {"hang node"},
     "CollectiveError": CONNECTION_FAULTS | RANK_FAULTS,
 }
 """Errors that may end the hub's process or a launch, and the kinds of faults that explain each of them."""
@@ -344,10 +345,6 @@ class Bookkeeper:
             case p.VersionRequest(), p.VersionReply():
                 if reply.published is not None:
                     facts["version"] = reply.published.version
-                    self.require(
-                        reply.published.version <= self._published,
-                        f"no version is announced before it is published: {reply.published.version}",
-                    )
             case p.PublishRequest(), _:
                 facts["version"] = request.published.version
                 self._check_publication(request.published.version)
@@ -369,6 +366,12 @@ class Bookkeeper:
         match request, reply:
             case p.DeliverRequest(), _:
                 self._kept_by |= {ended.lease_id: self._life for ended in request.ended}
+            case p.VersionRequest(), p.VersionReply(published=published) if published is not None:
+                # A process may receive a reply when its hub is dead and the next one has begun with fewer versions.
+                self.require(
+                    published.version <= self._published,
+                    f"no version is announced before it is published: {published.version}",
+                )
             case p.Leave(), _:
                 self._left[request.node] = self._now()
             case p.JoinRequest(), p.JoinReply(node=int() as node):
