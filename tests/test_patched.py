@@ -14,7 +14,6 @@ ALLOWED = {
     "trainer/test_checkpoint.py": ["setattr", "setattr"],  # `os.fsync`, `Path.rename`: where a writer dies
     "trainer/killed_writer.py": ["os.fsync"],
     "envs/sandbox/local/test_probes.py": ["setattr"],  # `time.time`: a wall clock that jumps
-    "run/test_check_env.py": ["setattr"],  # `tempfile.tempdir`: a folder that other programs do not use
     "http/test_server.py": ["setattr"],  # `socket.socket`: a kernel without the address family
     # Of a process of its own, which becomes another program.
     "forked_command.py": ["sys.stdout", "sys.stderr", "sys.argv", "sys.argv"],

@@ -516,13 +516,12 @@ class LeaksFolders(Good):
         return await super().reset(seed)
 
 
-def test_temporary_files_that_remain_after_each_episode_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_temporary_files_that_remain_after_each_episode_are_a_warning() -> None:
+    before = tempfile.gettempdir(), os.environ.get("TMPDIR")
     finding = found(checks.leaks, LeaksFolders, 0.4)
     assert finding.state == "warning"
-    assert finding.text.endswith(f" more files and folders in {tmp_path}")
+    assert finding.text.endswith(" more files and folders in the folder for temporary files")
+    assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == before
 
 
 class LeaksLittle(Good):

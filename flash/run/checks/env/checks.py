@@ -9,7 +9,6 @@ last check, `training`, is in `flash.run.checks.env.training`.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from flash.run.checks.env.resources import (
     Holdings,
     growing_place,
     growth_without_jumps,
+    own_temporary_folder,
     said,
     traced_bytes,
     tracing,
@@ -395,7 +395,7 @@ async def leaks(trial: Trial) -> Finding:
     held: list[Holdings] = []
     snapshots: list[tracemalloc.Snapshot] = []
     counts, sizes = [0], list[int]()
-    with tracing():
+    with own_temporary_folder(), tracing():
         held.append(await Holdings.settled())
         for half in (1, 2):
             trial.until = end if half == 2 else (perf_counter() + end) / 2
@@ -417,11 +417,11 @@ async def leaks(trial: Trial) -> Finding:
             "release in `close` what `reset` and `step` open; `close` is also called after an error",
         )
     files = min(middle.temporary - before.temporary, after.temporary - middle.temporary)
-    if files >= min(counts[1:]) / 2:  # other processes make fewer
+    if files >= min(counts[1:]) / 2:
         return warning(
-            f"after {text} there are {after.temporary - before.temporary} more files and folders in "
-            f"{tempfile.gettempdir()}",
-            "remove in `close` what an episode has made there, if another program has not made them",
+            f"after {text} there are {after.temporary - before.temporary} more files and folders in the folder for "
+            "temporary files",
+            "remove in `close` what an episode has made there",
         )
     last = f"in each of the last {counted(counts[-1], 'episode')}"
     objects, resident = growth_without_jumps(sizes) / BATCH, after.resident - middle.resident

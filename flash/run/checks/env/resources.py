@@ -108,6 +108,25 @@ def tracing() -> Generator[None]:
             tracemalloc.stop()
 
 
+@contextmanager
+def own_temporary_folder() -> Generator[None]:
+    """Let this process make its temporary files in a new folder while the block runs, where no other program makes any.
+
+    The folder is deleted at the end, with its files.
+    """
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="flash-check-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            if variable is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = variable
+
+
 def traced_bytes() -> int:
     """Return the size of the objects that were made since `tracing` began, and still exist."""
     gc.collect()
