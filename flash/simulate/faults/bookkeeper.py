@@ -69,14 +69,15 @@ CONNECTION_FAULTS: frozenset[Kind] = frozenset(
 """Kinds of faults by which a process loses its hub, or node 0 its connection to it."""
 RANK_FAULTS: frozenset[Kind] = frozenset({"crash rank", "hang rank"})
 """Kinds of faults that end an incarnation of the ranks. No fault of a node may end a hub."""
+HANGS_OF_NODES: frozenset[Kind] = frozenset({"hang node"})
+"""Faults by which a node stops for a while. One that stops for longer than a deadline has missed it when it goes on."""
 EXPLAINED: dict[str, frozenset[Kind]] = {
     "RunDirectoryError": frozenset({"full disk", "lose machine of hub"}),
     "CheckpointError": frozenset({"full disk", "lose machine of hub"}),
     "EngineError": ENGINE_FAULTS,
     "EngineDeadError": ENGINE_FAULTS,
     "PeerLostError": CONNECTION_FAULTS | RANK_FAULTS,
-    # A node that hangs for longer than a deadline has missed it when it goes on.
-    "DeadlineError": CONNECTION_FAULTS | RANK_FAULTS | ENGINE_FAULTS | {"hang node"},
+    "DeadlineError": CONNECTION_FAULTS | RANK_FAULTS | ENGINE_FAULTS | HANGS_OF_NODES,
     "CollectiveError": CONNECTION_FAULTS | RANK_FAULTS,
 }
 """Errors that may end the hub's process or a launch, and the kinds of faults that explain each of them."""
