@@ -109,12 +109,14 @@ class DockerAgents:
 class DockerBackend:
     """Container engine Docker or Podman. An asynchronous context manager."""
 
-    def __init__(self, url: str | None = None, *, users: range = USERS) -> None:
+    def __init__(self, url: str | None = None, *, users: range = USERS, info: EngineInfo | None = None) -> None:
         """Create a client of the engine. It connects when its block is entered.
 
         Args:
             url: address of the engine, in one of `ADDRESS_FORMS`; by default that of `find_engine`.
             users: range of user ids. Each sandbox gets its own, because the kernel limits some resources per user.
+            info: properties of the engine that another backend of the same address has returned; by default this one
+                asks the engine for them when it needs them.
 
         Raises:
             ConfigError: no address was given and no usual socket exists, or the address has an unknown form.
@@ -128,8 +130,8 @@ class DockerBackend:
             )
         self._api = DockerApi(self.url, REQUEST_S)
         self._users = users
-        self._info: EngineInfo | None = None
-        """Properties of the engine; None until `info` is called."""
+        self._info = info
+        """Properties of the engine; None until they are known."""
         self._asking = anyio.Lock()
         """Lock around the question for `_info`, so that parallel calls ask once."""
         self.containers = DockerContainers(self._api, self.info, START_S, users)

@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -22,6 +22,7 @@ import pytest
 
 from envs.sandbox import images
 from envs.sandbox.api import Spec
+from envs.sandbox.engines.backend import EngineInfo
 from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
@@ -65,6 +66,17 @@ def engine_url() -> str:
     return url
 
 
+@pytest.fixture(scope="session")
+def engine_info(engine_url) -> EngineInfo:
+    """The properties of the engine, for all tests: Podman takes two seconds of CPU to answer."""
+
+    async def ask() -> EngineInfo:
+        async with DockerBackend(engine_url) as engine:
+            return await engine.info()
+
+    return anyio.run(ask)
+
+
 async def _make_images(url: str) -> None:
     async with DockerBackend(url) as engine:
         there = " ".join(await engine.images.list({}))
@@ -76,10 +88,10 @@ async def _make_images(url: str) -> None:
 
 
 @pytest.fixture
-async def containers(engine_url) -> AsyncIterator[tuple[DockerBackend, dict[str, str]]]:
+async def containers(engine_url, engine_info) -> AsyncIterator[tuple[DockerBackend, dict[str, str]]]:
     """The engine, and the labels by which the test's containers are known; all must be gone in the end."""
     labels = {TEST_LABEL: uuid4().hex}
-    async with DockerBackend(engine_url) as engine:
+    async with DockerBackend(engine_url, info=engine_info) as engine:
         yield engine, labels
         left = await engine.containers.list(labels)
         for sandbox in left:
@@ -133,8 +145,8 @@ def kind(request) -> str:
 
 
 @pytest.fixture
-def _engine_if_needed(kind, request) -> Callable[[], object] | None:
-    return request.getfixturevalue("engine_url") if kind == "containers" else None
+def _engine_if_needed(kind, request) -> EngineInfo | None:
+    return request.getfixturevalue("engine_info") if kind == "containers" else None
 
 
 @pytest.fixture
@@ -147,7 +159,7 @@ async def bench(kind, _engine_if_needed) -> AsyncIterator[Bench]:
             assert not backend.containers.kept
             assert not backend.images.kept
         return
-    async with DockerBackend(_engine_if_needed) as engine:
+    async with DockerBackend(_engine_if_needed.address, info=_engine_if_needed) as engine:
         yield Bench(engine, labels)
         left = await engine.containers.list(labels)
         for sandbox in left:
