@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -97,22 +98,38 @@ def run_check_env(arguments: argparse.Namespace) -> int:
             write(f"{failures}, {warnings}\n")
         return int("failure" in states)
 
+    end_process = os._exit
+
+    def fail(message: str) -> NoReturn:
+        """Report that the running check has failed, and end the process with exit code 1."""
+        name = [*checks][min(len(findings), len(checks) - 1)]
+        report(Finding("failure", message, check=name))
+        finish()
+        end_process(1)
+
     def give_up() -> None:
         """End the process, because code of the environment blocks the event loop and never ends."""
-        name = [*checks][min(len(findings), len(checks) - 1)]
-        report(Finding("failure", f"did not end; {blocked[-1] if blocked else 'no line is known'}", check=name))
-        finish()
-        os._exit(1)
+        fail(f"did not end; {blocked[-1] if blocked else 'no line is known'}")
+
+    def exit_of_environment(code: int) -> NoReturn:
+        """Stand in for `os._exit`, with which an environment would end the command with its own exit code."""
+        if os.getpid() != checking:
+            end_process(code)  # a process that was forked ends in this way
+        caller = sys._getframe(1)
+        fail(f"the process was ended by os._exit({code}) in {caller.f_code.co_filename}:{caller.f_lineno}")
 
     blocked: list[str] = []
+    checking = os.getpid()
     seconds = 60 * arguments.minutes
     timer = threading.Timer(seconds + GRACE_S, give_up)
     timer.name, timer.daemon = "flash check-env", True
     with _output_apart() as write:
         timer.start()
+        os._exit = exit_of_environment
         try:
             run_watched(blocked.append, examine_environment, config, seconds, report, checks)
         finally:
+            os._exit = end_process
             timer.cancel()
         return finish()
 

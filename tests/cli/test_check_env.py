@@ -41,6 +41,22 @@ class Prints(Wrong):
 class Stuck(Wrong):
     async def reset(self, seed):
         time.sleep(1000)
+
+class Ends(Wrong):
+    async def step(self, action):
+        os._exit(0)
+
+class EndsInAThread(Wrong):
+    def step(self, action):
+        os._exit(0)
+
+class ForkedEnds(Wrong):
+    async def reset(self, seed):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return "1+1=", {}
 """
 
 
@@ -117,3 +133,20 @@ def test_code_that_never_ends_is_named_and_ends_the_command(folder: Path) -> Non
     assert code == 1
     assert "did not end; " in said
     assert "checked_env.py:26 blocked the event loop" in said
+
+
+@pytest.mark.parametrize(("name", "line"), [("Ends", 30), ("EndsInAThread", 34)])
+def test_an_environment_that_ends_the_process_fails(folder: Path, name: str, line: int) -> None:
+    code, said = run_forked(
+        ("-m", "flash", "check-env", f"checked_env:{name}", "--json"), folder / "output.txt", folder=folder, seconds=60
+    )
+    assert code == 1
+    assert f"the process was ended by os._exit(0) in {folder}/checked_env.py:{line}" in said
+
+
+def test_processes_of_an_environment_may_end_as_they_like(folder: Path) -> None:
+    words = ("-m", "flash", "check-env", "checked_env:ForkedEnds", "--minutes", "0.1", "--no-training")
+    code, said = run_forked(words, folder / "output.txt", folder=folder, seconds=60)
+    assert code == 1  # its answers are no numbers
+    assert "os._exit" not in said
+    assert "no number" in said
