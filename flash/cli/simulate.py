@@ -30,6 +30,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically
 from flash.observe.timeline import Floats
+from flash.run.processes.launch_state import end_with_parent
 from flash.simulate import tables
 from flash.simulate.bounds import bounds, quantities
 from flash.simulate.calibrate import calibrate
@@ -243,8 +244,10 @@ def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) ->
         yield function(items[0])
         return
     workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    # Workers are spawned, not forked: a fork would copy the threads and locks of the caller.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    # Workers are spawned, not forked: a fork would copy the threads and locks of the caller. They would outlive this
+    # process if it is killed, because each of them keeps the pipe open from which all of them read their work.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent)
     with worker_deaths_named("simulates a run"), pool, _workers_end_with_us():
         with _interrupts_held_back():
             results = pool.map(function, items)

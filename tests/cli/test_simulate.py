@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -322,17 +323,19 @@ def test_simulating_imports_neither_torch_nor_vllm(run: Path):
     assert done.returncode == 0, done.stderr
 
 
-def busy(pid: int) -> bool:
-    """Whether a worker of this process has computed for longer than it takes to start one."""
-    ticks: list[int] = []
+def workers_of(pid: int) -> list[tuple[int, int]]:
+    """Return the id and the processor time, in ticks of the kernel's clock, of each child of a process."""
+    found: list[tuple[int, int]] = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with suppress(OSError):  # one that has only asked the machine something has ended
-            ticks.append(int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11]))
-    return max(ticks, default=0) > 2 * os.sysconf("SC_CLK_TCK")
+            ticks = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11]
+            found.append((int(child), int(ticks)))
+    return found
 
 
-def test_an_interrupted_sweep_ends_at_once_with_its_workers_and_says_nothing(run: Path) -> None:
-    """As from a terminal: the interrupt goes to all processes of the command."""
+@pytest.fixture
+def sweep(run: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A sweep that would take hours, in a session of its own, when its workers compute."""
     command = "import sys; from flash.cli.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["simulate", str(run), "run.steps=100000", "--sweep", "train.batch_size=8,16,24,32,40,48"]
     process = subprocess.Popen(
@@ -343,14 +346,26 @@ def test_an_interrupted_sweep_ends_at_once_with_its_workers_and_says_nothing(run
     )
     try:
         end = time.monotonic() + 60
-        while not busy(process.pid):
+        # It takes less than two seconds to start a worker.
+        while max((ticks for _, ticks in workers_of(process.pid)), default=0) <= 2 * os.sysconf("SC_CLK_TCK"):
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert (process.returncode, said) == (130, b"")
+
+
+def test_an_interrupted_sweep_ends_at_once_with_its_workers_and_says_nothing(sweep: subprocess.Popen[bytes]) -> None:
+    """As from a terminal: the interrupt goes to all processes of the command."""
+    os.killpg(sweep.pid, signal.SIGINT)
+    said = sweep.communicate(timeout=60)[1]
+    assert (sweep.returncode, said) == (130, b"")
+
+
+def test_the_workers_of_a_killed_sweep_end_too(sweep: subprocess.Popen[bytes]) -> None:
+    assert len(workers_of(sweep.pid)) > 1
+    sweep.kill()
+    sweep.communicate(timeout=60)  # returns when no process has its standard error open any more
