@@ -95,11 +95,15 @@ class RunProgress:
         were divided among the ranks, and others follow. `dealt`: all rounds were divided among the ranks, which fetch
         their parts or train on them."""
         self._events: dict[Signal, anyio.Event] = {}
+        """Event of each signal for which tasks wait."""
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true. Raises the error that has ended the run. The caller may set a deadline.
+        """Wait until the condition is true. The caller may set a deadline.
 
         Every change that may make the condition true has to send the signal.
+
+        Raises:
+            FlashError: the condition is false, and an error has ended the run; this is that error.
         """
         while not condition():
             if self.error is not None:
@@ -114,13 +118,16 @@ class RunProgress:
         await event.wait()
 
     def send(self, *signals: Signal) -> None:
-        """Wake all waiters of these signals."""
+        """Wake all tasks that wait for these signals now. A task that waits later needs the next signal."""
         for signal in signals:
             if (event := self._events.pop(signal, None)) is not None:
                 event.set()
 
     def fail(self, error: FlashError) -> None:
-        """End the run with this error, unless an earlier error has ended it."""
+        """End the run with this error, unless an earlier error has ended it.
+
+        Wakes all waiting tasks; `until` raises the error in them.
+        """
         self.error = self.error or error
         self.send(*list(self._events))
 

@@ -118,7 +118,8 @@ class NodeRegistry:
         """Register a node: give it and its engines numbers that are free.
 
         A node with trainer ranks asks for the number that it has in the job. Other nodes get a number above the numbers
-        of all nodes with trainer ranks, so that these stay free.
+        of all nodes with trainer ranks, so that these stay free. So does a node that asks for a number which is taken:
+        its earlier connection may not have ended yet.
 
         Raises:
             ConfigError: engines of this run must be on the trainers' machine.
@@ -159,7 +160,11 @@ class NodeRegistry:
 
 
 class _ReportedNode:
-    """Engines of a node as in the node's newest report. `oldest` is the lowest version of these engines."""
+    """Engines of a node as in the node's newest report.
+
+    `oldest` is the lowest version of these engines. A node without living engines has infinity there, so that no new
+    version waits for the node.
+    """
 
     def __init__(self, report: p.EngineReport) -> None:
         self.number = report.number
@@ -298,7 +303,10 @@ class Heartbeats:
         return [node for node, since in self._answered.items() if now >= since + self._silence_s]
 
     def next_silence(self, now: float) -> float:
-        """Return the seconds until a node can become silent at the earliest. `Nodes.watch` sleeps that long."""
+        """Return the seconds until a node can become silent at the earliest. `Nodes.watch` sleeps that long.
+
+        If no node has to send its next request, none can become silent before `silence_s` seconds have passed.
+        """
         return max(0.0, min(self._answered.values(), default=now) + self._silence_s - now)
 
     def lost(self, node: int) -> None:

@@ -44,6 +44,7 @@ from flash.types import Activity, Failure, Outcome, Task, Trajectory
 PeerKind = Literal["node", "trainer", "messenger", "guest"]
 
 _PEER_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
+"""Name of a peer: its kind and its number, such as `node-3`. More than nine digits are refused."""
 
 FINISHED = (Outcome.OK, Outcome.TRUNCATED)
 """Outcomes of finished samples. A `Trajectory` has one of these outcomes, and a `Failure` one of the others."""
@@ -97,7 +98,12 @@ class _ConnectedPeer(msgspec.Struct):
 
 
 class Gate:
-    """Admits peers by name and passes valid requests to the hub. The owner of the port gives the methods to `serve`."""
+    """Admits peers by name and passes valid requests to the hub. The owner of the port gives the methods to `serve`.
+
+    Args:
+        hub: answers the requests, and is notified when a peer is lost.
+        config: the configuration of the run. It says how many peers of each kind the run has.
+    """
 
     def __init__(self, hub: Hub, config: Config) -> None:
         self._hub, self._incarnations = hub, hub.incarnations
@@ -190,7 +196,8 @@ class Gate:
         """Check a request and return the hub's reply.
 
         The method also keeps track of the leases that a node holds. A guest becomes a node with the reply to its
-        `JoinRequest`, and may send the requests of nodes from then on.
+        `JoinRequest`, and may send the requests of nodes from then on. The server runs one task for each request. It
+        cancels these tasks when the connection ends, and calls `left` only after they have ended.
 
         Raises:
             ProtocolError: the peer may not send this request.
@@ -250,6 +257,7 @@ class Gate:
     def _delivery_faults(self, request: p.DeliverRequest, leases: Mapping[int, Task]) -> Iterator[str]:
         """Yield the faults of a delivery, as phrases. `leases`: tasks that the peer holds, by number of the lease."""
         seen: set[int] = set()
+        # A node that has outlived the previous hub may deliver tokens of versions that this run has yet to make again.
         newest = max(self._hub.progress.newest, self._hub.progress.newest_before)
         for ended in request.ended:
             task = leases.get(ended.lease_id)
@@ -274,6 +282,7 @@ class Gate:
                 return f"engine {engine.index} with {engine.accepted} of {engine.drafted} drafted tokens"
         if len({engine.index for engine in request.engines}) < len(request.engines):
             return "an engine twice"
+        # `MOST` is the largest value of any count in Flash, so no honest node reports a larger one.
         if not 0 <= request.restarts <= MOST:
             return f"{request.restarts} restarts"
         if not (0 <= request.blocked_s < math.inf and 0 <= request.abandoned <= MOST):

@@ -85,7 +85,8 @@ class StepMetrics:
 
     def __init__(self, samples: SampleStore) -> None:
         self._booked = samples.ledger.totals(0)
-        """Totals of the ledger at the last row."""
+        """Totals of the ledger at the last row. The argument is the number of tasks in flight, which is not used here:
+        it is no sum over time."""
         self._ended_groups = _ended_groups(samples)
         """Numbers of ended groups, and of ended groups with equal rewards, at the last row."""
         self._since: float | None = None
@@ -151,6 +152,7 @@ class StepMetrics:
         ledger = samples.ledger
         ran = self._since is not None
         step_s = trainer.get("trainer_step_s", 0.0)
+        # The smallest value keeps a division by `elapsed` possible if no time was measured.
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
         # If a wait began before the interval, only the part inside the interval counts.
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - step_s))
@@ -185,6 +187,7 @@ class StepMetrics:
             "filtered": ledger.filtered,
             "equal_rewards_share": equal / max(ended, 1),
             "given_up": sum(ledger.given_up.values()),
+            # A domain is a kind of problem that has a share of the groups of its own.
             **samples.domains.row(samples.quarantined),
             **batch,
         }
@@ -258,6 +261,7 @@ def sample_flow(config: Config, samples: SampleStore, evaluations: Evaluations) 
     rollout, train = config.rollout, config.train
     groups_per_batch = train.batch_size // rollout.group_size
     groups = (1 + train.async_ratio) * groups_per_batch + rollout.extra_groups
+    # Without `SLACK`, a product that a float holds slightly too large would be rounded up by one.
     return Flow(
         in_flight=samples.in_flight,
         most=math.ceil(groups * (rollout.group_size + rollout.extra_per_group) - SLACK),

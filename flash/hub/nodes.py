@@ -83,6 +83,9 @@ class Nodes:
         Waits until one of the two changes, for at most one long poll. The signal `("cancels", node)` and the end of the
         run wake the request. The request is also the node's heartbeat: a silent node that sends it is not silent any
         more.
+
+        Raises:
+            FlashError: the run has failed while this request waited; this is its error.
         """
         node = request.node
         self._heartbeats.asked(node)
@@ -220,6 +223,7 @@ class Nodes:
         """
         stopping, leaving = self._progress.stopping is not None, self._leaving.get(node)
         if not self._progress.done and self._progress.error is None:
+            # While the run stops, processes end in any order, so each end counts as one in order.
             announced = "" if stopping else leaving
             why = self._statuses.left(node, self._now(), silent=node in self._silent, leaving=announced)
             if why:
@@ -296,6 +300,9 @@ class WeightVersions:
         Waits for such a version, for at most one long poll. The signal `versions` and the end of the run wake the
         request. The reply has no version if there is no newer one. If it has one, the node counts from then on as
         loading this version. The next version is announced only when the node has loaded it.
+
+        Raises:
+            FlashError: the run has failed while this request waited; this is its error.
         """
         with anyio.move_on_after(waits.long_poll_s(self._config)):
             await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
@@ -309,12 +316,15 @@ class WeightVersions:
         return self._progress.publisher_alive and self._progress.newest > request.after
 
     async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Tell a node whose engine could not load a version whether the publisher of this version is lost.
+        """Reply to a node whose engine could not load a version. The reply is True if the version's publisher is lost.
 
         If it is lost, the failure is not the engine's fault, and the engine waits for the next version. The publisher
         is the incarnation that holds the version. An incarnation is the set of trainer ranks that run from one restart
         of the ranks to the next. Waits up to `waits.echo_s` for the loss, because the engine may notice it before the
-        hub does.
+        hub does. At the end of the run the ranks leave, which counts as a loss, too.
+
+        Raises:
+            FlashError: the run has failed while this request waited; this is its error.
         """
 
         def publisher_gone() -> bool:

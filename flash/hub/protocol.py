@@ -36,12 +36,21 @@ class HubCaller(Protocol):
     """A connection to the hub, over the network or in its own process."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        """Send one request and wait for its reply, for `timeout` seconds at most.
+
+        Raises:
+            DeadlineError: no reply came in time.
+            PeerLostError: the connection has ended.
+            FlashError: the hub refused the request with this error.
+        """
         ...
 
 
 class BlockingHubCaller(Protocol):
-    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`."""
+    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`.
+
+    A call raises the errors that `HubCaller.call` names.
+    """
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most."""
@@ -431,8 +440,8 @@ class Goodbye(RankRequest[Ack], frozen=True, tag=True):
 class Interrupt(Request[Ack], frozen=True, tag=True):
     """A node, a rank or a messenger asks the hub to interrupt the run, which can be resumed afterwards.
 
-    A step whose batch was dealt is still finished (`Hub.interrupt`). The hub replies at once. An interrupt that is
-    repeated changes nothing.
+    A step whose batch was dealt (divided among the trainer ranks) is still finished (`Hub.interrupt`). The hub replies
+    at once. An interrupt that is repeated changes nothing.
     """
 
     reason: str
@@ -562,8 +571,9 @@ def dialect() -> str:
 async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float, number: int = 0) -> BatchReply:
     """Fetch a rank's whole shard of a round, in parts. Each part may take `timeout` seconds. Simulations use this.
 
-    The shard travels in parts because a long one does not fit a frame, and because both ends would otherwise hold it
-    encoded and decoded at the same time. `number` is the number of the round in the step.
+    The shard travels in parts because a long one does not fit one message of the transport, and because both ends would
+    otherwise hold it encoded and decoded at the same time. `number` is the number of the round in the step. The reply
+    has no shard if training ends. Raises the errors of `HubCaller.call`.
     """
     parts = [await hub.call(BatchRequest(rank, step, [], 0, number), timeout)]
     while parts[-1].parts_left:
@@ -577,7 +587,8 @@ def fetch_shard_blocking(
     """Fetch a rank's whole shard of a round with blocking calls, each for at most `timeout` seconds.
 
     `number` is the number of the round in the step. `activities` are the activities of the rank since the last round;
-    they are sent with the first part. Trainer ranks use this function; simulations use `fetch_shard`.
+    they are sent with the first part. Trainer ranks use this function; simulations use `fetch_shard`. The reply has no
+    shard if training ends. Raises the errors of `HubCaller.call`.
     """
     parts = [hub.call(BatchRequest(rank, step, activities, 0, number), timeout)]
     while parts[-1].parts_left:

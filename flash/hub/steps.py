@@ -52,6 +52,7 @@ class _RepeatedStep(msgspec.Struct):
     ranks, and has the same rounds as the first time."""
 
     incarnation: int
+    """Number of the incarnation that trains the step again."""
     step: int
     may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
@@ -160,7 +161,8 @@ class TrainingSteps:
         Raises:
             ContractError: the rank requests another step than the one that the ranks have to train, a round that does
                 not follow, or a part that its shard does not have.
-            FlashError: the recorded batch of an earlier step cannot be read, so the run ends.
+            FlashError: the run has failed while this request waited, or the recorded batch of an earlier step cannot be
+                read, which ends the run.
         """
         progress, number = self._progress, request.round
         if request.step != progress.trainer_version:
@@ -175,6 +177,7 @@ class TrainingSteps:
         if self._snapshot == (incarnation, request.step):
             # A rank asks for a batch only after the whole checkpoint is written, which takes longer than the snapshot.
             self._checkpoint = self._snapshot
+        # A rank may ask for a round that was dealt, or for the next one. No round follows a whole batch.
         follows = number < len(self._rounds) + (progress.batch != "dealt")
         if self._end_reply is None and not follows:
             raise ContractError(
@@ -208,7 +211,12 @@ class TrainingSteps:
 
     @property
     def _partly_updated(self) -> bool:
-        """True if the ranks have made an update in the running step, although its batch is not whole yet."""
+        """True if the ranks have made an update in the running step, although its batch is not whole yet.
+
+        The ranks update the weights whenever they have trained all groups of a minibatch. With n minibatches, each has
+        an n-th of the step's groups. So they have made an update once they have trained that many groups.
+        """
+        # Before the first round is dealt, both numbers of groups are 0, and there was no update.
         minibatches = self._config.train.minibatches
         return self._place.groups_before * minibatches >= max(self._place.groups, 1)
 
@@ -248,6 +256,8 @@ class TrainingSteps:
             self._work.pass_on_withdrawals()
             self._work.grant_leases()
             if not self._rounds and not is_whole:
+                # This is the first of several rounds. The ranks need the number of groups of the whole batch, to find
+                # the minibatch of each group.
                 self._place = Round(groups=self._contract.groups_per_batch)
             place = msgspec.structs.replace(self._place, last=is_whole)
             min_version = self._contract.min_token_version(progress.version)
@@ -287,8 +297,14 @@ class TrainingSteps:
     ) -> p.BatchReply:
         """Return the reply with the requested part of the rank's shard. Notes when the rank has received the last part.
 
-        A step can be committed only after every rank has got the last part of its last round. `may_save` and
-        `must_save` are fields of the reply, about checkpoints.
+        A step can be committed only after every rank has got the last part of its last round.
+
+        Args:
+            rounds: for each round of the step, by data rank: the parts of the shard.
+            request: the rank's request, with the numbers of the round and of the part.
+            incarnation: the incarnation of the rank when the request arrived.
+            may_save: the field of the reply: True if the ranks may write a checkpoint after the step.
+            must_save: the field of the reply: True if they must write one.
 
         Raises:
             ContractError: the step has no such round, or the shard has no part of this number.
@@ -312,6 +328,7 @@ class TrainingSteps:
 
         Raises:
             PeerLostError: the batch cannot be read. The run has failed with this error.
+            ContractError: the step has no such round, or the shard has no such part (`_part`).
         """
         history = self._persistence.history
         assert history is not None, "without a history no incarnation is behind"
@@ -321,6 +338,8 @@ class TrainingSteps:
                 return p.BatchReply(None, may_save=False)
             # After this step the ranks hold the run's version, and the hub's state is still the one between two steps.
             may_save = request.step + 1 == progress.version and progress.batch == "none"
+            # The other ranks find the step here and wait for its rounds. If the read below is cancelled, this rank is
+            # lost, and the incarnation with it. The ranks of the next incarnation do not match this entry.
             repeated = self._repeated = _RepeatedStep(incarnation, request.step, may_save)
             try:
                 batch = await history.batch(request.step)
@@ -390,7 +409,7 @@ class TrainingSteps:
             list(self._fleet.engines()),
             self._now(),
         )
-        wish = self._observer.step(row)
+        wish = self._observer.step(row)  # "stop", "checkpoint" or None
         if wish == "stop":
             self._progress.interrupt()
         self._save_after_next = wish is not None
@@ -406,6 +425,9 @@ class TrainingSteps:
         of their versions is announced until they have reached the run's version. A new version may also make an
         evaluation due. Ranks that have started again publish the run's version a second time: it is then not announced
         as new, but engines that have not loaded it yet can fetch it from these ranks.
+
+        Raises:
+            FlashError: the run has failed while this request waited; this is its error.
         """
         progress = self._progress
         if self._incarnations.publish():
@@ -442,7 +464,7 @@ class TrainingSteps:
         """Write the hub's state of this moment into the checkpoint that the ranks are writing.
 
         Nodes deliver results and get leases while it is written. These changes go into a new file of the journal, which
-        begins at this moment.
+        begins at this moment. The observer gets the totals of the ledger, for people.
 
         Raises:
             ContractError: the run is not between two steps.
@@ -466,7 +488,7 @@ class TrainingSteps:
 
         During the last evaluation an engine may start, in a node that joins or in place of an engine that died. Such an
         engine needs the weights that the ranks hold, so the ranks have to stay until then. The signal `run` wakes this
-        request.
+        request. If the run fails meanwhile, its error is raised.
         """
         self._observer.activities(request.activities)
         self._incarnations.ranks[request.rank].saved = True

@@ -205,6 +205,8 @@ class Incarnations:
 class TrainerRanks:
     """Answers requests of the trainer ranks and of their launchers, and ends incarnations.
 
+    A request that waits when the run fails raises the error of the run. The server sends it to the peer.
+
     Args:
         context: the objects that the parts of the hub share.
         start: the starting point of the first incarnation.
@@ -274,7 +276,8 @@ class TrainerRanks:
         checkpoint if all ranks have left: then nothing is left to do.
 
         Raises:
-            PeerLostError: the run has failed, or the ranks cannot train up to the run's version again.
+            PeerLostError: the run has failed before, or the ranks cannot train up to the run's version again.
+            FlashError: the run has failed while this request waited; this is its error.
         """
         # The first step comes before any wait: the launcher must know the process of a rank that hangs later.
         rank = self.incarnations.ranks[request.rank]

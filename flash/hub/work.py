@@ -55,7 +55,7 @@ class Holders:
 
     Training leases and evaluation leases are recorded alike. The sample buffer and the evaluations know the tasks that
     are leased, but need not know the nodes. A node holds a lease until it has delivered a result, even if the lease was
-    withdrawn.
+    withdrawn. Times are Unix seconds.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,7 @@ class Holders:
 
     def granted_before(self, then: float) -> list[tuple[int, Lease]]:
         """Return the leases that were granted before a time, each with its node. The hub takes them back as too old."""
+        # The leases are in the order of their times, so the search ends at the first one that is young enough.
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
 
@@ -119,7 +120,10 @@ class Holders:
         return node in self._cancels
 
     def take_cancels(self, node: int) -> list[int]:
-        """Return the leases that a node has to cancel, and forget them, because a node is notified once."""
+        """Return the leases that a node has to cancel, and forget them, because a node is notified once.
+
+        Some of them may have ended since then. The node ignores a lease that it does not hold any more.
+        """
         return self._cancels.pop(node, [])
 
 
@@ -236,7 +240,11 @@ class NodeWork:
 
         If no task can run, the request waits for at most `waits.long_poll_s`; the reply may be empty then.
         `grant_leases` appends leases to the list `reply` and wakes this request. The end of the run wakes it, too, and
-        so does the end of the time for which tasks were kept for other nodes.
+        so does the end of the time for which tasks were kept for other nodes. If the connection of the node ends
+        meanwhile, this request is cancelled, and `node_lost` queues the tasks of the leases in the reply again.
+
+        Raises:
+            FlashError: the run has failed; this is its error.
         """
         node = request.node
         if node in self._leaving:
@@ -253,7 +261,8 @@ class NodeWork:
                 while not reply and not self._progress.done:
                     await self._wait_for_leases(node, reply)
         finally:
-            # A later request of the node may have put another reply in this place, which stays open.
+            # Nothing stops a node from asking again before this request has ended. Then the reply to its later request
+            # is in this place, and stays open.
             if self._replies.get(node) is reply:
                 del self._replies[node]
                 self.shares.stops_waiting(node)
@@ -263,6 +272,7 @@ class NodeWork:
         """Wait until the reply has leases, the run is over, or the time for which shares are kept was changed.
 
         If the time for which shares are kept ends first, grant leases again: the tasks of these shares are free then.
+        The caller calls this again until its own deadline. Raises the error of the run if the run has failed.
         """
         kept, now = self.shares.kept_until, self._now()
         with anyio.move_on_after(kept - now if kept > now else math.inf):
@@ -371,7 +381,7 @@ class NodeWork:
         Then it passes on the leases that the results have made useless, grants the tasks that the results make
         possible, and wakes the trainer ranks if they can continue (`ranks_can_proceed`). The reply goes out when the
         journal, a file with every change of the samples, has the results. Only then may the node forget them, because
-        the next hub recovers results only from the journal.
+        the next hub recovers results only from the journal. `Gate` has checked that the node holds all of these leases.
         """
         for number, ended in enumerate(request.ended, start=1):
             self.holders.ended(ended.lease_id)
@@ -420,7 +430,8 @@ class NodeWork:
         """Do all work in the buffer's backlog, in slices, then grant the leases that it made possible.
 
         The backlog is work on many groups that one event has begun; no batch is formed while it has work. Other tasks
-        are served after each slice. Wakes the ranks that wait for a batch. An error of the buffer ends the run.
+        are served after each slice. Several tasks may call this at the same time: each does slices of the one backlog.
+        Wakes the ranks that wait for a batch. An error of the buffer ends the run.
         """
         while self._samples.backlog:
             with self.buffer_errors_end_run():
@@ -532,7 +543,8 @@ class NodeWork:
 
         `message`: the reason, for the failure.
         """
-        # `withdraw` comes before `ended`, because `ended` forgets which node must cancel the lease.
+        # `withdraw` comes before `ended`, because `ended` forgets which node must cancel the lease. The tasks that the
+        # signals wake run only after this method has returned.
         self.holders.withdraw([lease.lease_id])
         self._progress.send(("cancels", node), "batches", "backlog")
         self.holders.ended(lease.lease_id)
