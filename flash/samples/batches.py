@@ -49,7 +49,10 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
 
 
 def next_place(batch: Batch, place: Round, *, groups: int) -> Round:
-    """Return the place of the round after `batch`, whose own place is `place`, in a step of `groups` groups."""
+    """Return the place of the round after `batch`, whose own place is `place`, in a step of `groups` groups.
+
+    The caller sets `Round.last` when it knows that no round follows. The result has the default, True.
+    """
     before = len({trajectory.task.group_id for trajectory in batch.trajectories})
     return Round(place.samples_before + len(batch.trajectories), place.groups_before + before, groups)
 
@@ -69,9 +72,13 @@ def join_rounds(rounds: Sequence[Batch]) -> Batch:
 
 
 def split_rounds(batch: Batch) -> list[tuple[Batch, Round]]:
-    """Return the rounds of a batch with their places, so that ranks that train the batch again make the same sums."""
+    """Return the rounds of a batch with their places, so that ranks that train the batch again make the same sums.
+
+    A batch that was trained in one round gives one round, the batch itself.
+    """
     if not batch.rounds:
         return [(batch, ONLY_ROUND)]
+    # `Round.groups` leaves out groups that earlier steps have trained in part.
     earlier = {entry.group_id for entry in batch.earlier}
     groups = len({trajectory.task.group_id for trajectory in batch.trajectories} - earlier)
     rounds: list[tuple[Batch, Round]] = []
@@ -111,7 +118,7 @@ def minibatch_of(
         minibatches: number of minibatches of the step.
         place: position of the round in its step.
     """
-    ordered = list(dict.fromkeys(groups))
+    ordered = list(dict.fromkeys(groups))  # Each group once, in the order of the batch.
     total = max(place.groups or len(ordered), 1)
 
     def minibatch_at(position: int) -> int:
@@ -119,6 +126,7 @@ def minibatch_of(
         return min(position * minibatches // total, minibatches - 1)
 
     found = {group: minibatch_at(place.groups_before + index) for index, group in enumerate(ordered)}
+    # Minibatch of the first group after this round; past all minibatches if no round follows.
     after = minibatches if place.last else minibatch_at(place.groups_before + len(ordered))
     counts = Counter(found.values())
     places = [

@@ -89,6 +89,7 @@ class SampleBuffer:
         """Number of groups of the running step in rounds that `next_round` has returned."""
 
     def _record_and_apply(self, event: Event) -> None:
+        """Record an event in the journal, then change the store by it. Raises the errors of `journal.apply`."""
         self.journal.record(event)
         apply(self.samples, event)
 
@@ -127,7 +128,7 @@ class SampleBuffer:
             nodes: all nodes that could take the task. If empty, earlier failures do not matter.
 
         Raises:
-            BreakerError: every kind of environment is in quarantine.
+            BreakerError: all of the next problems are of kinds in quarantine (`TaskSource.next_problem`).
             ContractError: a domain is due, and none of the next problems is of this domain.
         """
         newest, admission = max(versions, default=-1), self.samples.admission
@@ -180,7 +181,10 @@ class SampleBuffer:
             self._record_and_apply(DeliveredLate(lease_id, result.sampled_tokens))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """Queue the tasks of leases again, because their node is lost, or has not claimed them after a restart."""
+        """Queue the tasks of leases again, because their node is lost, or has not claimed them after a restart.
+
+        Large work is left to the backlog. A lease that was withdrawn before is only forgotten.
+        """
         self._record_and_apply(Revoked(list(lease_ids)))
 
     # -- batches -----------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ class SampleBuffer:
 
         The batch of the step is whole if `samples.batches.open` is False afterwards. The groups leave the pool in
         slices: if `None` is returned and there is a backlog, the caller calls `do_slice` and then this function again.
-        If there is no backlog, too few groups are complete.
+        If there is no backlog, too few groups are complete. Raises BreakerError as `do_slice` does.
         """
         samples = self.samples
         if samples.backlog:
@@ -244,14 +248,14 @@ class SampleBuffer:
         if samples.batches.step == version and not samples.batches.open:
             return None
         missing = samples.contract.groups_per_batch - self._taken_of(version)
-        groups = (samples.contract, version, missing, samples.pool.eligible, samples.pool.counts.begun)
+        arguments = (samples.contract, version, missing, samples.pool.eligible, samples.pool.counts.begun)
         limits = samples.domains.limits(samples.quarantined, missing)
-        chosen = choose(*groups, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
+        chosen = choose(*arguments, before=before, wait=samples.rules.on_expire == "wait", limits=limits)
         if chosen is None and not samples.leases.out and not self.available(version):
             # No task is leased or can be leased, so no further group will become complete. For example, groups that a
             # previous hub began under other settings have taken all places. With the limits of domains, or while it
             # waits for other groups, the step would wait forever.
-            chosen = choose(*groups, before=before, wait=False)
+            chosen = choose(*arguments, before=before, wait=False)
         if chosen is not None:
             return chosen, False
         if samples.rules.round is None:
@@ -277,12 +281,18 @@ class SampleBuffer:
         self._record_and_apply(Committed(version, self.samples.counts))
 
     def put_back(self) -> None:
-        """Make the groups of the running step ready again, because the run ends before its batch is whole."""
+        """Make the groups of the running step ready again, because the run ends before its batch is whole.
+
+        Large work is left to the backlog.
+        """
         self._taken = 0
         self._record_and_apply(PutBack())
 
     def close(self) -> None:
-        """Withdraw all groups that are left after the last step. Their tokens count as discarded."""
+        """Withdraw all groups that are left after the last step. Their tokens count as discarded.
+
+        Large work is left to the backlog.
+        """
         self._record_and_apply(Closed())
 
 

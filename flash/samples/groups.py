@@ -204,7 +204,7 @@ class GroupPool:
     def __init__(self, slice_size: int) -> None:
         self._slice_size = slice_size
         self._groups: dict[int, Group] = {}
-        """All groups by number, in the order of issue."""
+        """All groups by number, in the order of issue, except that groups which a step has put back are last."""
         self._ready: set[int] = set()
         """Groups that are complete and kept, and groups that a step has chosen."""
         self._expiring: set[int] = set()
@@ -219,9 +219,11 @@ class GroupPool:
         """Groups that a step may take, because they are ready or expiring."""
 
     def __iter__(self) -> Iterator[int]:
+        """Iterate over the numbers of all groups."""
         return iter(self._groups)
 
     def __getitem__(self, group_id: int) -> Group:
+        """Return a group that is in the pool."""
         return self._groups[group_id]
 
     def get(self, group_id: int) -> Group | None:
@@ -486,7 +488,11 @@ class Ledger(msgspec.Struct):
             )
 
     def totals(self, in_flight: int) -> dict[str, int]:
-        """Return all counts as one flat dictionary, for `ledger.json`, summaries and metrics."""
+        """Return all counts by name as one flat dictionary, for `ledger.json`, summaries and metrics.
+
+        `in_flight`: number of tasks in flight, which the ledger itself does not count. It becomes the entry of this
+        name.
+        """
         flat = {
             "issued": self.issued,
             "trained": self.trained,
@@ -538,7 +544,8 @@ class EligibleGroups:
     def first(self, size: int, before: int | None, limits: Mapping[str, int] | None = None) -> dict[int, Sequence[int]]:
         """Return the numbers of the first groups, at most `size`, by the oldest version of their tokens.
 
-        Groups with older tokens come first; among groups of one version, lower numbers come first.
+        Groups with older tokens come first; among groups of one version, lower numbers come first. The result has the
+        numbers by that version, the oldest first. Nothing is removed.
 
         Args:
             size: largest number of groups to return.
@@ -557,6 +564,7 @@ class EligibleGroups:
             if chosen := list(merge(*kinds))[:size]:
                 found[oldest] = chosen
                 size -= len(chosen)
+                # Count the chosen groups against the limits, if there are any.
                 for group_id in chosen if left else ():
                     if (kind := self._keys[group_id][1]) in left:
                         left[kind] -= 1
@@ -584,7 +592,7 @@ class FormedBatches:
         self.step: int | None = None
         """The running step, from the choice of its first groups until its commit. None between steps."""
         self.open = False
-        """True if the batch of the running step is not whole yet: more rounds follow (`Taken.open`)."""
+        """True if the batch of the running step is not whole yet: the step takes more groups in later rounds."""
         self.training: dict[int, Group] = {}
         """Groups, or parts of groups, that the running step trains, by number, in the order in which they were
         taken."""
@@ -610,7 +618,7 @@ class FormedBatches:
         self._count(group, 1)
 
     def remove_from_step(self, group_id: int) -> Group:
-        """Remove a group from the running step, which has trained it. Returns the group."""
+        """Remove a group from the running step, which has trained it or puts it back untrained. Returns the group."""
         group = self.training.pop(group_id)
         self._count(group, -1)
         return group
@@ -625,6 +633,7 @@ class FormedBatches:
 
     def all_groups(self) -> list[FormedGroup]:
         """Return the groups of all batches, for a checkpoint; the groups of the running step come first."""
+        # Between two steps `training` is empty, and the number before it is not used.
         steps = [(self.step or 0, self.training), *self.formed.items()]
         return [FormedGroup(step, group) for step, groups in steps for group in groups.values()]
 

@@ -180,11 +180,14 @@ class NoJournal:
     After a crash the run continues from the checkpoint, and generates later samples again.
     """
 
-    def record(self, event: Event) -> None: ...
+    def record(self, event: Event) -> None:
+        """Drop the event."""
 
-    async def written(self) -> None: ...
+    async def written(self) -> None:
+        """Return at once: no event is awaited."""
 
     def begin(self, version: int) -> int:
+        """Return 0, because there are no files."""
         return 0
 
 
@@ -193,6 +196,7 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self.files: list[list[Event]] = [[]]
+        """Events of each file, in the order of the files. The number of a file is its index."""
 
     @property
     def events(self) -> list[Event]:
@@ -204,11 +208,14 @@ class MemoryJournal:
         return [event for file in self.files[number:] for event in file]
 
     def record(self, event: Event) -> None:
+        """Append the event to the newest file."""
         self.events.append(event)
 
-    async def written(self) -> None: ...
+    async def written(self) -> None:
+        """Return at once, because all events are in memory."""
 
     def begin(self, version: int) -> int:
+        """Begin a new file. Returns its number."""
         self.files.append([])
         return len(self.files) - 1
 
@@ -298,7 +305,8 @@ class Replay:
         """Return the state for a run that continues from version `until`; None if no hub has ever started.
 
         Finishes the backlog, and undoes the counts of steps from `until` on: their groups are formed batches again. The
-        restart calls this at the end, and `apply` for the start of each hub process in the journal.
+        result is a copy, but the replay's own state changes, too. The restart calls this at the end, and `apply` for
+        the start of each hub process in the journal.
 
         Raises:
             ContractError: the ledger does not account for each task and token.
@@ -322,5 +330,6 @@ class Replay:
     def _finish_backlog(self, store: SampleStore) -> None:
         """Do all postponed work, which a snapshot must not have."""
         while store.backlog:
+            # As in `apply`: the state is sound when the breaker raises.
             with suppress(BreakerError):
                 store.backlog.do_slice()

@@ -226,6 +226,7 @@ class ProblemKinds(NamedTuple):
 
 
 def _unnamed(seed: int) -> str:
+    """Return the kind of any problem of an environment without kinds: the empty name."""
     return ""
 
 
@@ -515,6 +516,7 @@ class DomainShares:
         return {name: weight / total for name, weight in weights.items()}
 
     def _add(self, counts: dict[str, int], name: str, count: int) -> None:
+        """Add `count` to the number of a domain in `counts`. Does nothing if `name` is no domain of this run."""
         # A group without an entry is of a kind that is no domain, or of a domain that a resumed run does not have.
         if name in counts:
             counts[name] += count

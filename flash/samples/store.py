@@ -6,8 +6,9 @@ Each event calls one method.
 
 A group of tasks is issued (`issue`), its members are leased to nodes (`lease`), and the nodes deliver results
 (`deliver`). After a member has changed, `_decide_by_members` decides whether its group waits, is ready for a step, is
-filtered out, or leaves. A step takes groups (`take`) and counts them as trained (`commit`). After each `take`,
-`_decide_by_age` looks at each group that is left, and withdraws, gives up or restarts members that are too old.
+filtered out, or leaves. A step takes groups (`take`) in one or several *rounds*, and counts them as trained (`commit`).
+After the last round, `_decide_by_age` looks at each group that is left, and withdraws, gives up or restarts members
+that are too old.
 
 `flash.samples.groups` explains the states of members and groups. A task is *given up* if it ends untrained and
 unfiltered. A group is *complete* when enough members are done, and *partly trained* if a step has trained some of them.
@@ -55,13 +56,19 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Add the work to call `do` with each number. Then do one slice of all work: small work is done at once."""
+        """Add the work to call `do` with each number. Then do one slice of all work: small work is done at once.
+
+        Raises the errors of `do_slice`.
+        """
         # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
         self.do_slice()
 
     def do_slice(self) -> bool:
-        """Call the functions for the next `slice_size` numbers. Returns True if work is left."""
+        """Call the functions for the next `slice_size` numbers. Returns True if work is left.
+
+        If a function raises an error, the slice ends with this error. The numbers after it are left for later slices.
+        """
         room = self._slice_size
         while self._left and room > 0:
             do, numbers = self._left[0]
@@ -75,6 +82,7 @@ class Backlog:
         return bool(self._left)
 
     def __bool__(self) -> bool:
+        """Return True if work is left."""
         return bool(self._left)
 
 

@@ -13,7 +13,9 @@ owns all of this for training tasks. `flash.samples.evaluation` owns a second `L
 which `held_out_tasks` makes.
 
 A *kind* is a name that an environment gives to some of its problems. A *domain* is a kind that has a share of the
-groups. A kind is in *quarantine* if too many of its tasks have failed in a row: no more of its tasks are issued.
+groups. A kind is in *quarantine* if too many of its tasks have failed in a row: no more of its tasks are issued. α is
+the asynchronous ratio (`train.async_ratio`). If version v sampled the first token of a sample, the steps v to v + ⌈α⌉
+are the *window* of the sample: one of them should train it.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class TaskSource:
         `issue` moves the cursor.
 
         Raises:
-            BreakerError: every kind of environment is in quarantine.
+            BreakerError: all of the next `SEARCH` problems are of kinds in quarantine.
             ContractError: none of the next `SEARCH` problems is of the domain.
         """
         start = self.cursor.next_problem if domain is None else self.cursor.next_of.get(domain, 0)
@@ -312,6 +314,7 @@ class TaskQueue:
         """Lines that are not empty, by the nodes on which their tasks have failed."""
 
     def __len__(self) -> int:
+        """Return the number of waiting tasks."""
         return sum(len(line.waiting) for line in self._lines.values())
 
     @property
@@ -430,6 +433,7 @@ class Admission:
         place = self.places.of(self._source.cursor.next_group)
         places = min(self._contract.places_admitted(newest, self._lowest_index), self._contract.place_count)
         groups = min(places - place, self._wave_left) if self._rules.waves else places - place
+        # At least one group can be issued, as `room_for_group` says, even if rounding has made `places` too small.
         return len(queue) + max(1, groups) * self._largest
 
     def admits(self, member: Member, newest: int) -> bool:
@@ -510,6 +514,8 @@ class Places(msgspec.Struct):
         The buffer calls this for `rollout.fifo_window`, which limits a step to the groups before some place.
         """
         numbers = range(len(self.returned))
+        # Without the groups that left before it, group `returned[at]` is number `returned[at] - at`. These numbers
+        # ascend, so a binary search finds how many groups have left before the wanted place.
         earlier = bisect_left(numbers, place + self.before, key=lambda at: self.returned[at] - at)
         return place + self.before + earlier
 
