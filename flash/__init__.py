@@ -114,4 +114,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the names for `dir(flash)`, which completion uses: also public names that are not imported yet."""
     return sorted({*globals(), *__all__})

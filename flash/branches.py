@@ -154,7 +154,7 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Generator[None, None, tuple
         if (seen := seen + len(tokens)) >= TOKENS_PER_SLICE:
             seen = 0
             yield
-    # The keys are as large as all tokens. Freeing them at once would block the event loop.
+    # The keys are as large as all tokens. Freeing them at once would block the event loop, so 64 are freed at a time.
     while keys:
         del keys[-64:]
         yield

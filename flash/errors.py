@@ -35,6 +35,8 @@
         ├── ProtocolError    a peer sent what the protocol does not allow, and was disconnected
         └── DeadlineError    a wait took longer than its deadline
 
+The *hub* is the process that keeps the state of a run. *Trainer ranks* are the processes that train.
+
 A message says what was wrong, what was expected and what to do. It can always be sent and printed, even if it quotes
 text that UTF-8 cannot encode. `FlashError.fatal` tells the launcher whether a restart of the processes can help: a
 wrong configuration stays wrong, a lost peer may come back. If a process reports an error to another process, `error_of`
@@ -57,6 +59,7 @@ hold text that is not UTF-8, or hold lists that nest too deeply."""
 def advice_for_extra(extra: str) -> str:
     """Return how to install the packages of an extra of Flash, for the error message about a missing package.
 
+    The result is a clause without a full stop. An extra is an optional set of packages, such as `view`.
     Only `flash install` brings torch and vLLM, which the extras `train` and `vllm` need, in the builds for this
     machine.
     """
@@ -80,6 +83,7 @@ class FlashError(Exception):
     """True if a restart of the processes cannot help."""
 
     def __init__(self, *args: object) -> None:
+        """Keep the arguments as Exception does, but with lone surrogates in texts escaped (`encodable`)."""
         super().__init__(*(encodable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
@@ -257,6 +261,7 @@ def describe_exit_code(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     number = -exit_code
+    # Some real-time signals have no name.
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
     return f"was killed by signal {number} ({name}){SIGNAL_CAUSES.get(number, '')}"
 
@@ -264,7 +269,8 @@ def describe_exit_code(exit_code: int) -> str:
 def error_of(name: str, message: str) -> FlashError | None:
     """Rebuild an error that another process raised, from the name of its class and its message.
 
-    So callers catch it by its type, like an error of their own process. Returns None if this module has no such class.
+    So callers catch it by its type, like an error of their own process. Returns None if this module has no class of
+    this name that is a FlashError.
     """
     kind = globals().get(name)
     if not isinstance(kind, type) or not issubclass(kind, FlashError):

@@ -54,7 +54,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def has_kept_sets(self) -> bool:
         """True if `top_k` leaves tokens out, so that each drawn token comes with its kept set.
 
-        `top_p` and `min_p` leave out tokens only together with `top_k`: the configuration refuses them without it.
+        `top_p` and `min_p` leave out tokens only together with `top_k`: the configuration refuses them without it. At
+        temperature 0 there are no kept sets, because such tokens cannot be trained.
         """
         return self.top_k > 0 and self.temperature > 0
 
@@ -153,6 +154,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
         for size in sizes:
             own = counts[start : start + size]
             start += size
+            # Negative counts are sets without ids.
             end = begin + int(own.clip(0).sum())
             masks: tuple[bytes, ...] = ()
             if self.masks:
@@ -254,7 +256,10 @@ class Routes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return msgspec.structs.replace(self, ids=self.ids[self._row_bytes * start : self._row_bytes * stop])
 
     def padded(self, tokens: int) -> Routes:
-        """Return routes of `tokens` tokens: these routes, then tokens whose experts are not known."""
+        """Return routes of `tokens` tokens: these routes, then tokens whose experts are not known.
+
+        Routes of `tokens` or more tokens are returned unchanged. Bytes of ones are unknown experts in both widths.
+        """
         return msgspec.structs.replace(self, ids=self.ids + b"\xff" * (self._row_bytes * tokens - len(self.ids)))
 
     def fault(self, tokens: int) -> str | None:

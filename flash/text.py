@@ -18,10 +18,12 @@ class OneLine(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, with its message made one line. `logging` calls this."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
+        """Return the traceback of the error `ei` with indented lines. `logging` calls this."""
         text = super().formatException(ei)  # type: ignore[arg-type]
         return "\n".join(f"    {one_line(line)}" for line in text.splitlines())
 
@@ -38,11 +40,15 @@ def harmless(text: str) -> str:
 
 
 def _shown(character: str) -> str:
+    """Return a character, or its escape sequence such as `\\x1b` if it cannot be printed."""
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def width(text: str) -> int:
-    """Return the terminal columns of a text: wide characters take two, combining characters none."""
+    """Return the terminal columns of a text: wide characters take two, combining characters none.
+
+    The text must be printable (`one_line`): every other character counts as one column.
+    """
     return sum(
         0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
     )

@@ -31,7 +31,7 @@ GC_THRESHOLDS = (500, 3_600, 10)
 Episodes and samples leave no reference cycles, but they live long enough to be scanned again and again: with Python's
 own thresholds a collection stops a loop of 10,000 episodes for a second. Scanning 10,000 new objects takes 30 ms. So
 new objects are scanned after 500 allocations, and objects that survived one scan only after 500 · 3,600 = 1.8
-million."""
+million. The last number, for objects that survived two scans, is Python's own."""
 
 MessagePart = str | Callable[[], str]
 """Part of an error's message. A function is called only when the error happens, so that it can describe that moment."""
@@ -57,6 +57,7 @@ def deadline(seconds: float, waited_for: MessagePart, look_at: MessagePart) -> G
 
 
 def _text(part: MessagePart) -> str:
+    """Return a part of a message as text. A function is called now."""
     return part if isinstance(part, str) else part()
 
 
@@ -71,7 +72,10 @@ async def run_in_slices(work: Generator[None, None, T]) -> T:
 
 
 def run_to_end(work: Generator[None, None, T]) -> T:
-    """Run a generator to its end without a pause, and return its result."""
+    """Run a generator to its end without a pause, and return its result.
+
+    Callers use it for little work, and where no event loop is blocked.
+    """
     while True:
         try:
             next(work)
@@ -119,7 +123,8 @@ def worker_deaths_named(work: str) -> Generator[None]:
 async def unwrapped_group() -> AsyncGenerator[TaskGroup]:
     """Open a task group that raises an error of the block as it is, and not inside an exception group.
 
-    So callers can catch the error by its type. Errors of the tasks are still raised in an exception group.
+    So callers can catch the error by its type. The tasks are cancelled then. Errors of the tasks are still raised in an
+    exception group, which takes the place of an error of the block.
     """
     body_error: Exception | None = None
     async with anyio.create_task_group() as tasks:

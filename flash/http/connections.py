@@ -96,7 +96,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 class StrangerConnections:
     """Connections that perhaps have not shown a valid token yet, the oldest first; at most `most` of them.
 
-    All connections of a server share one object.
+    All connections of a server share one object. All calls are made on the event loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -145,10 +145,12 @@ class TokenConnections:
             self._idle.get(name, {}).pop(connection, None)
             return True
         if self._open[name] >= self._most:
-            if not (idle := next(iter(self._idle.get(name, {})), None)):
+            idle = next(iter(self._idle.get(name, {})), None)
+            if idle is None:
                 return False
             self.remove(idle)
             idle.abort()
+        # An earlier request on this connection may have shown another token.
         self.remove(connection)
         self._open[name] += 1
         connection.holder = name
@@ -214,8 +216,8 @@ class SendTimer:
     def _check(self) -> None:
         """End the connection if the client has read nothing, or less than `bytes_per_s` for a longer time; else measure
         again. Called by the timer."""
-        # uvicorn lets the application write nothing while bytes wait, so the client has read the difference. It counts
-        # as read in bursts, because the client's kernel accepts more only when much of its buffer is free. So the bytes
+        # uvicorn lets the application write nothing while bytes wait, so the client has read the difference. Bytes are
+        # read in bursts, because the client's kernel accepts more only when much of its buffer is free. So the bytes
         # beyond the slowest rate count for the next measurement, too.
         taken = self._unread - self._count_unread()
         self._ahead = min(self._ahead + taken - self._least, self._least)
@@ -409,6 +411,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = anyio.Event()
+        """Set when the server listens."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -430,6 +433,7 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
         limits: bounds on the connections.
         connections: largest number of connections that are open at a time.
     """
+    # Strangers get at most half of the connections, so that they cannot keep clients with a token out.
     return partial(
         HttpConnection,
         limits=limits,
@@ -444,7 +448,8 @@ async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenera
     """Accept connections at a bound socket during the block; the block begins when the socket listens.
 
     `flash.http.server.serving` is the only caller. When the block ends, requests in progress have a time to finish,
-    which `config` gives. Then uvicorn cancels them.
+    which `config` gives. Then uvicorn cancels them. The server runs in a task of its own, and an error of it ends the
+    block. An error of the block cancels the server at once.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:

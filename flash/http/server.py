@@ -79,6 +79,8 @@ def open_socket(address: HttpAddress) -> socket.socket:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         raise ConfigError(f"cannot listen at {address.host}: {error}") from error
+    # The first address is the one that the system prefers. `socket_address` is (host, port), with two more numbers in
+    # IPv6.
     family, _, _, _, socket_address = found[0]
     if not _is_loopback(str(socket_address[0])) and address.certificate is None:
         raise ConfigError(
@@ -104,7 +106,10 @@ def open_socket(address: HttpAddress) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if a numeric address can be reached from this machine only, so that it needs no TLS."""
+    """Return True if a numeric address can be reached from this machine only, so that it needs no TLS.
+
+    An IPv6 address may have the name of an interface behind `%`.
+    """
     found = ipaddress.ip_address(host.partition("%")[0])
     # Before Python 3.13, `is_loopback` is False for ::ffff:127.0.0.1, the loopback of IPv4 written as IPv6.
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
@@ -242,7 +247,8 @@ async def read_body(request: Request, most_bytes: int, *, json: bool = True) -> 
         json: True if the body is JSON, which may have at most `MAX_JSON_VALUES` lists, objects and keys.
 
     Raises:
-        HTTPException: the body is too large.
+        HTTPException: the body is too large, has too many values, or comes too slowly, or too many other bodies are
+            held at this time (`BoundedBodies`).
         ClientDisconnect: the client has left.
     """
     too_large = HTTPException(413, f"the body has more than {most_bytes} bytes")
@@ -280,7 +286,7 @@ class BoundedBodies:
         The application gets a `receive` that counts the bytes as they come and raises HTTPException beyond a bound. The
         bytes are given back when the application has answered, or failed.
         """
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # `serving` turns the other protocols of ASGI off
             return await self._app(scope, receive, send)
         body, holder = _Body(receive, self._limits), ""
         counted = 0  # bytes of this body in `_held`; a piece that `_Body.receive` refuses is never added
@@ -288,7 +294,7 @@ class BoundedBodies:
         async def bounded() -> Message:
             """Return the next message of the request, with its bytes counted. Raises HTTPException beyond a bound."""
             nonlocal holder, counted
-            message = await body.receive()
+            message = await body.receive()  # `body.size` grows by the bytes of this piece
             if not counted:
                 # The holder is known only now: the application has checked the token before it reads the first piece.
                 holder = scope["state"]["connection"].holder
@@ -306,6 +312,7 @@ class BoundedBodies:
             # uvicorn waits for a slow client only between two messages. After the last one it counts the connection as
             # idle, and with TLS would soon cut off an answer of which the client has read only the beginning.
             body = message.get("body", b"")
+            # Beginning of the last piece, which keeps `more_body` of the message. 0: the body is one piece.
             last = max(0, len(body) - 1) // SENT_PIECE * SENT_PIECE
             for start in range(0, last, SENT_PIECE):
                 await send({**message, "body": body[start : start + SENT_PIECE], "more_body": True})

@@ -136,9 +136,10 @@ async def admit_client(stream: ByteStream, token: bytes) -> str:
 def blocking_handshake(
     handshake: Handshake[ResultT], send: Callable[[bytes], None], receive: Callable[[int], bytes]
 ) -> ResultT:
-    """Run a handshake with blocking functions, and return its result. `receive(count)` returns exactly `count` bytes.
+    """Run a handshake with blocking functions, and return its result. Raises its errors, and those of the functions.
 
-    Connections for weights use this, because they have no event loop.
+    Connections for weights use this, because they have no event loop. `send` sends all of the given bytes, and
+    `receive(count)` returns exactly `count` bytes.
     """
     try:
         step = next(handshake)
@@ -151,9 +152,10 @@ def blocking_handshake(
 
 
 async def _run_over_stream(stream: ByteStream, handshake: Handshake[ResultT]) -> ResultT:
-    """Run a handshake over a stream, and return its result. Raises PeerLostError if the other end hangs up.
+    """Run a handshake over a stream, and return its result.
 
     If the handshake yields bytes, they are sent. If it yields a number, that many bytes are received and sent into it.
+    Raises the errors of the handshake, and PeerLostError if the other end hangs up. Sets no deadline.
     """
     try:
         step = next(handshake)

@@ -117,7 +117,7 @@ async def _open_stream(host: str, port: int, token: bytes, name: str, seconds: f
 
 
 class _PendingCall:
-    """A call that waits for its reply."""
+    """A call that waits for its reply. `Client.call` makes it, and `Client.run` completes it."""
 
     __slots__ = ("done", "frame")
 
@@ -182,7 +182,10 @@ class Client:
         )
 
     async def run(self) -> None:
-        """Give each reply to the call that waits for it, until the connection ends. Then end all pending calls."""
+        """Give each reply to the call that waits for it, until the connection ends. Then end all pending calls.
+
+        `connect` runs this in a task of its own. The task also ends the connection if the server breaks the protocol.
+        """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._connection.write)
             try:
@@ -311,6 +314,7 @@ class BlockingClient:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the connection and end the thread. Calls of other threads that still wait raise PeerLostError."""
         # The error of the block is not passed to the stack: a KeyboardInterrupt raised in the loop would kill the
         # loop's thread.
         self._stack.close()

@@ -63,8 +63,11 @@ PROBES = 4
 seconds."""
 
 _HEADER = struct.Struct("!IBQ")
+"""Head of a frame: length, kind and call."""
 _LENGTH_BYTES = 4
+"""Bytes of the length, which the length itself does not count."""
 _MIN_LENGTH = _HEADER.size - _LENGTH_BYTES
+"""Length of a frame with an empty body."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -82,7 +85,11 @@ class Request(msgspec.Struct, Generic[ReplyT], frozen=True):
 
 
 def reply_type(request: type[Request[ReplyT]]) -> type[ReplyT]:
-    """Return the struct that answers requests of this class."""
+    """Return the struct that answers requests of this class.
+
+    The class names it directly, as in `class Add(Request[Sum])`, or through its first base, as in
+    `class Add(NodeRequest[Sum])`.
+    """
     bases: tuple[Any, ...] = vars(request)["__orig_bases__"]
     (reply,) = get_args(bases[0])
     return reply
@@ -124,6 +131,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     call: int
     """Number of the call on its connection. A request, its reply and its cancellation have the same number."""
     body: memoryview
+    """Request, reply or `Refusal` as msgpack; empty for CANCEL."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -203,7 +211,7 @@ class FrameDecoder:
         Raises:
             TransportError: the bytes are not frames. The decoder cannot be used any more.
         """
-        if not self._partial:
+        if not self._partial:  # the usual case: the piece begins with a frame
             frames, end = self._split(piece)
             self._partial += memoryview(piece)[end:]
             return frames
@@ -263,9 +271,10 @@ def encoded_pieces(value: Any) -> Generator[bytearray]:
 def encode_slices(value: Any, buffer: bytearray) -> Generator[None]:
     """Append the encoding of a message, or of a part of one, to `buffer`, and yield after each slice.
 
-    Structs, lists and long bytes are divided; everything else is encoded in one call. The caller may remove encoded
-    bytes from `buffer` while the generator is paused, but may not add any, nor change `value`. `msgspec.msgpack.encode`
-    gives the same bytes, so the receiver decodes them in the usual way.
+    Structs, lists and long bytes are divided; everything else is encoded in one call, also a struct that is encoded as
+    an array. The caller may remove encoded bytes from `buffer` while the generator is paused, but may not add any, nor
+    change `value`. `msgspec.msgpack.encode` gives the same bytes, so the receiver decodes them in the usual way. A
+    struct with `omit_defaults` would be encoded with its defaults, which decodes to the same struct.
     """
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         config = value.__struct_config__
@@ -412,7 +421,7 @@ class FrameConnection:
         self._ready.set()
 
     async def write(self) -> None:
-        """Send queued frames until the connection breaks.
+        """Send queued frames until the connection breaks or the task is cancelled. Frames that are left are dropped.
 
         The writer waits for a queued frame, then until the peer has read enough for the socket to take the frame. When
         the writer takes the queued frames, it wakes the senders that wait for room.
@@ -445,7 +454,10 @@ class FrameConnection:
         self._drained = anyio.Event()
 
     async def receive(self) -> list[Frame]:
-        """Return the next complete frames. The list is empty while a long frame arrives.
+        """Wait for the next bytes, and return the frames that they complete. Sets no deadline.
+
+        The list is empty while a long frame arrives. Only one task may call this at a time. If it is cancelled, no
+        bytes are lost.
 
         Raises:
             PeerLostError: the connection ended.
