@@ -89,19 +89,20 @@ class Hub:
         self._config = config
         self._observer = observer
         self._now = now
-        state = recovered.state
+        state = recovered.state  # None in a new run
         version = state.version if state is not None else 0
+        # The contract bounds how far sampling may be ahead of training, and the rules have all other settings of samples.
         contract, rules = AgeContract.of(config), BufferRules.of(config, problems.domains)
-        samplings = rules.samplings()
+        samplings = rules.samplings()  # the sampling settings of each kind of problem
         lease_ids = count(recovered.hub_number << LEASE_BITS)
         self.buffer = SampleBuffer(
             contract,
             TaskSource(
-                config.run.seed,
-                rules.sizes(config.rollout.group_size),
-                problems.kind_of,
-                state.buffer.cursor if state is not None else None,
-                samplings,
+                run_seed=config.run.seed,
+                members=rules.sizes(config.rollout.group_size),
+                kind_of=problems.kind_of,
+                cursor=state.buffer.cursor if state is not None else None,
+                samplings=samplings,
             ),
             rules,
             step=version,
@@ -113,19 +114,19 @@ class Hub:
         self.samples = self.buffer.samples
         self._evaluations = Evaluations(
             config.eval,
-            config.rollout.retries,
-            version,
-            config.run.steps,
-            problems.kind_of,
-            samplings,
-            lease_ids,
-            recovered.evaluated,
+            retries=config.rollout.retries,
+            first_version=version,
+            steps=config.run.steps,
+            kind_of=problems.kind_of,
+            samplings=samplings,
+            lease_ids=lease_ids,
+            evaluated=recovered.evaluated,
         )
         # The engines of nodes that have outlived an earlier hub have a version also if that hub has left no state.
         has_begun = state is not None or recovered.hub_number > 1
         # Under the previous hub, engines had a version for each batch that was formed, at most.
         newest_before = self.samples.admission.next_step if has_begun else -1
-        self.progress = RunProgress(version, version if has_begun else -1, newest_before)
+        self.progress = RunProgress(version, newest=version if has_begun else -1, newest_before=newest_before)
         self._metrics = StepMetrics(self.samples)
         context = HubContext(
             config,

@@ -250,7 +250,7 @@ class TrainingSteps:
                 groups = self._buffer.next_round(progress.version)
             if groups is None:
                 return
-            is_whole = not self._samples.batches.open
+            is_whole = not self._samples.batches.open  # False if the step takes more groups in later rounds
             # The groups have left the buffer. A whole batch may withdraw leases that have become useless, and makes
             # room for new leases.
             self._work.pass_on_withdrawals()
@@ -402,12 +402,12 @@ class TrainingSteps:
             await run_in_slices(free_in_slices(samples))
         self._observer.trained(request.step, request.seen)
         row = self._metrics.row(
-            self._progress.version,
-            branches.metrics(request.trained) | measures,
-            request.metrics,
-            self._samples,
-            list(self._fleet.engines()),
-            self._now(),
+            version=self._progress.version,
+            batch=branches.metrics(request.trained) | measures,
+            trainer=request.metrics,
+            samples=self._samples,
+            engines=list(self._fleet.engines()),
+            now=self._now(),
         )
         wish = self._observer.step(row)  # "stop", "checkpoint" or None
         if wish == "stop":

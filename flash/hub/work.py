@@ -199,6 +199,7 @@ class NodeWork:
         self._leaving: set[int] = set()
         """Nodes that are leaving, and get no more leases."""
         rollout = self._config.rollout
+        # With `group` in `rollout.barriers`, all members of a group go to one node together.
         unit = rollout.group_size + rollout.extra_per_group if "group" in rollout.barriers else 1
         self.holders = Holders()
         """Leases that each node holds, and leases that each node has to cancel."""
