@@ -91,7 +91,7 @@ class Hub:
         self._now = now
         state = recovered.state  # None in a new run
         version = state.version if state is not None else 0
-        # The contract bounds how far sampling may be ahead of training, and the rules have all other settings of samples.
+        # The contract bounds how far sampling may be ahead of training. The rules have all other settings of samples.
         contract, rules = AgeContract.of(config), BufferRules.of(config, problems.domains)
         samplings = rules.samplings()  # the sampling settings of each kind of problem
         lease_ids = count(recovered.hub_number << LEASE_BITS)
