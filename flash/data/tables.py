@@ -174,8 +174,9 @@ def _kind(file: Path) -> str:
 
 def _files_of_folder(folder: Path) -> list[Path]:
     """Return the files of a folder that have its most preferred format. Raises ConfigError for several splits."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if (folder / "dataset_dict.json").is_file() and (
+        splits := sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    ):
         raise ConfigError(f"{folder} holds several splits ({', '.join(splits)}); give one, as {folder / splits[0]}")
     patterns = ("*.arrow", "**/*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.json.gz", "*.csv", "*.csv.gz")
     found = ([file for file in sorted(folder.glob(one)) if file.name not in METADATA] for one in patterns)
@@ -210,12 +211,14 @@ def _rows(file: Path) -> Generator[Row]:
     return _json_rows(file) if kind in JSON_LINES else _arrow_rows(file)
 
 
-def _place(file: Path, number: int, line: int | None = None) -> str:
-    """Return the place of a row for error messages.
+def _place(file: Path, number: int, line: int | None = None, *, lines_before: int = 0) -> str:
+    """Return the place of a row for error messages: the file and the number of the row.
 
-    It includes the line in the file if that number differs, because of blank lines or line breaks in cells.
+    `line` is the line of the file in which the row ends; None if it is unknown. The place includes it if blank lines or
+    line breaks in cells have moved it. Otherwise the row is `lines_before` lines, such as the head of a CSV file, below
+    the line of its own number.
     """
-    return f"{file}, row {number}" + ("" if line in (None, number) else f" (line {line})")
+    return f"{file}, row {number}" + ("" if line in (None, number + lines_before) else f" (line {line})")
 
 
 @contextlib.contextmanager
@@ -349,7 +352,7 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
             if twice := next((name for at, name in enumerate(names) if name and name in names[:at]), None):
                 raise ConfigError(f"{file} has two columns {twice!r}; expected a name of its own for each")
             for number, values in enumerate(cells, start=1):
-                place = _place(file, number, cells.line_num - 1)
+                place = _place(file, number, cells.line_num, lines_before=1)
                 if None in values:
                     raise ConfigError(f"{place} has more cells than the first line has names; quote cells with commas")
                 yield Row(place, cast("dict[str, Any]", values))

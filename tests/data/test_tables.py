@@ -83,6 +83,16 @@ def test_rows_are_counted_from_one(tmp_path: Path, name: str) -> None:
         assert places[1] == f"{path}, row 2 (line 3)"
 
 
+def test_line_of_csv_row_counts_names_and_line_breaks_in_cells(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,"x\ny"\n2,z\n\n3,w\n')
+    assert [row.place for row in read_rows(str(path))] == [
+        f"{path}, row 1 (line 3)",
+        f"{path}, row 2 (line 4)",
+        f"{path}, row 3 (line 6)",
+    ]
+
+
 def test_rows_may_have_different_columns(tmp_path: Path) -> None:
     rows = [{"a": 1}, {"b": 2}]
     assert values(write(tmp_path / "rows.jsonl", rows)) == rows
@@ -120,6 +130,12 @@ def test_a_folder_of_saved_splits_is_refused_with_a_split_to_use(tmp_path: Path)
     write(tmp_path / "train" / "data-0.arrow", ROWS)
     (tmp_path / "dataset_dict.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"several splits .*train"):
+        column_names(str(tmp_path))
+
+
+def test_a_folder_of_saved_splits_without_any_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no \.arrow"):
         column_names(str(tmp_path))
 
 
