@@ -2,7 +2,9 @@
 
 Messages have the form of OpenAI's API, as plain dictionaries: roles `system`, `developer`, `user`, `assistant` and
 `tool`; `content` as text or text parts; `tool_calls` with arguments as JSON text. Null fields are removed. Fields that
-this module does not know (`reasoning_content`, `thinking`, `weight`, …) are kept unchanged.
+this module does not know (`reasoning_content`, `thinking`, `weight`, …) are kept unchanged. `place`, an argument of
+most functions, names the file and the row for error messages, and sometimes the column. `values` are the values of a
+row by column. Every function raises ConfigError, with the place, for a value that it cannot convert.
 
 `flash sft` trains on `example_of`; environments show `prompt_of` and compare with `answer_of`. Supported shapes: TRL's
 language modelling and prompt-completion, OpenAI's fine-tuning rows, ultrachat, ShareGPT, Alpaca, pairs of question and
@@ -108,6 +110,9 @@ class Text(msgspec.Struct, frozen=True):
 def example_of(row: Row) -> Conversation | Text:
     """Return the conversation or the text that a row trains.
 
+    The first shape that the row has decides. A shape may have several columns, and some columns, such as `tools` and
+    `system`, belong to every shape.
+
     Raises:
         ConfigError: the row has none of the shapes, or a part of it is not supported.
     """
@@ -119,6 +124,7 @@ def example_of(row: Row) -> Conversation | Text:
         if given := next((name for name in CONVERSATIONS if name in names), None):
             raise ConfigError(f"{place} has `prompt` and `completion` and also {given!r}; leave one of them out")
         prompt, completion = values["prompt"], values["completion"]
+        # As in TRL: two texts are plain text, and messages get a chat template.
         if isinstance(prompt, str) and isinstance(completion, str) and _messages_in(prompt) is None:
             return _text("prompt and completion", values, place, prompt, completion)
         before = _messages(prompt, place, "prompt", "user")
@@ -133,12 +139,14 @@ def example_of(row: Row) -> Conversation | Text:
         if asked in names and answered in names:
             messages = [*_history(values, place), *_user_messages(values, values[asked], asked, place)]
             answer = values[answered]
+            # The answer to a question of arithmetic may be a number.
             if isinstance(answer, int | float | Decimal):
                 answer = _answer(answer, f"{place}: {answered!r}")
             messages += _messages(answer, place, answered, ASSISTANT)
             return _conversation(f"{asked} and {answered}", values, place, messages, 0)
     if isinstance(values.get("text"), str):
         return _text("text", values, place, "", values["text"])
+    # The row has none of the shapes. For two mistakes that are common, the error says what to do.
     if {"prompt", "response"} <= names:
         raise ConfigError(
             f"{place} has `prompt` and `response`, which does not say if a chat template belongs around them; name "
@@ -152,21 +160,25 @@ def example_of(row: Row) -> Conversation | Text:
 def prompt_of(row: Row, column: str) -> str | tuple[Message, ...]:
     """Return the prompt in a column: text, or the messages of a conversation that an answer may follow.
 
+    The prompt gets the text of the columns that belong to it (`INPUTS`, and `system` for messages).
+
     Raises:
         ConfigError: the column has no prompt, or a part of the row is not supported.
     """
     value, place = value_of(row, column), row.place
     refuse_media(row)
     for name in ("tools", "functions", "chat_template_kwargs"):
+        # An empty value says nothing. CSV files have it as text.
         if row.values.get(name) not in (None, "", "[]", "{}", [], {}):
             raise ConfigError(f"{place} has {name!r}, which this environment does not show; leave the column out")
     if isinstance(value, str) and _messages_in(value) is None:
         if not value.strip():
             raise ConfigError(f"{place}: {column!r} is empty; expected a prompt, or leave the row out")
-        (asked,) = _user_messages(row.values, value, column, place)
+        (asked,) = _user_messages(row.values, value, column, place)  # a text becomes one message
         return str(asked["content"])
-    _check_choices(row.values, _messages(value, place, column, "user"), place)
-    messages = _with_system(_messages(value, place, column, "user"), row.values, place)
+    messages = _messages(value, place, column, "user")
+    _check_choices(row.values, messages, place)
+    messages = _with_system(messages, row.values, place)
     if not messages:
         raise ConfigError(f"{place}: {column!r} has no messages")
     if messages[-1]["role"] == ASSISTANT:
@@ -200,7 +212,12 @@ def answer_of(row: Row, column: str) -> str:
 def find_column(names: Sequence[str], given: str | None, usual: Sequence[str], option: str, file: str) -> str:
     """Return the name of a column of a table: the `given` one, or else the first of its `usual` names that exists.
 
-    `option` is the name of the setting for the column, for error messages.
+    Args:
+        names: names of the table's columns.
+        given: name that the user has set; None if no name was set.
+        usual: usual names of the column, the most reliable first.
+        option: name of the setting for the column, for error messages.
+        file: name of the table, for error messages.
 
     Raises:
         ConfigError: the table has no such column.
@@ -232,7 +249,11 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
 
 
 def refuse_media(row: Row) -> None:
-    """Raise ConfigError if a row has images, videos or audio, because models get text only."""
+    """Raise ConfigError if a row has images, videos or audio, because models get text only.
+
+    A text in a column of `MEDIA` is refused only if it is JSON, a `data:` URL or the name of a media file. Empty values
+    are allowed.
+    """
     for name in MEDIA:
         value = row.values.get(name)
         named = isinstance(value, str) and json_of(value) is None  # It may be the name of a container image.
@@ -246,9 +267,14 @@ def refuse_media(row: Row) -> None:
 
 
 def _refuse_preferences(values: Mapping[str, Any], place: str) -> None:
-    """Raise ConfigError for rows that rate answers or compare them with each other."""
+    """Raise ConfigError for rows that rate answers or compare them with each other.
+
+    Each shape of such rows has an error of its own, which says how to train on a part of them.
+    """
     names = values.keys()
+    # With messages beside it, `chosen` is not needed: the messages are trained.
     if {"chosen", "rejected"} & names and not {*CONVERSATIONS} & names:
+        # Without a prompt, `chosen` is a whole conversation, and no completion of a prompt.
         whole = "prompt" not in names and not isinstance(values.get("chosen"), str)
         raise ConfigError(
             f"{place} is a preference row (`chosen`, `rejected`), and supervised fine-tuning would learn `chosen` "
@@ -271,12 +297,14 @@ def _refuse_preferences(values: Mapping[str, Any], place: str) -> None:
 def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: list[Given], shown: int) -> Conversation:
     """Return a conversation from a row's messages, with the row's system message, tools and arguments of the template.
 
-    The first `shown` messages are not trained; a system message that is added before them is not trained either.
+    `shape` names the columns, for people. The first `shown` messages are not trained; a system message that is added
+    before them is not trained either.
 
     Raises:
-        ConfigError: no message of the assistant is left to train.
+        ConfigError: no message of the assistant is left to train, or another column has a wrong value.
     """
     complete = _with_system(messages, values, place)
+    # With `shown` = 0 all messages of the assistant are trained, and a system message never is.
     shown += len(complete) - len(messages) if shown else 0
     if not any(message["role"] == ASSISTANT for message in complete[shown:]):
         raise ConfigError(f"{place}: there is no message of the assistant to learn")
@@ -284,7 +312,10 @@ def _conversation(shape: str, values: Mapping[str, Any], place: str, messages: l
 
 
 def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, completion: str) -> Text:
-    """Return a row of plain text.
+    """Return a row of plain text. `shape` names the columns, for people.
+
+    A chat template would show the system text, the tools and the history. Plain text has no template, so the text must
+    contain the first two itself, and a history is refused.
 
     Raises:
         ConfigError: the row has a `history`, or the text does not contain the row's `system` text or its tools.
@@ -305,7 +336,13 @@ def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, comple
 
 
 def _with_system(messages: list[Given], values: Mapping[str, Any], place: str) -> list[Given]:
-    """Return the messages with the text of the `system` column as first message, if the row has that column."""
+    """Return the messages with the text of the `system` column as first message, if the row has that column.
+
+    The column may also be named `system_prompt`. Messages that begin with the same system text are returned unchanged.
+
+    Raises:
+        ConfigError: the column is no text, or the messages begin with another system message.
+    """
     system = values.get("system") or values.get("system_prompt")
     if not system:
         return messages
@@ -323,6 +360,7 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
     prompt = values.get("prompt")
     if not prompt:
         return
+    # A text must be one of the user's messages, and a list of messages must be their beginning.
     if isinstance(prompt, str) and _messages_in(prompt) is None:
         asked = (message.get("content") for message in messages if message["role"] == "user")
         same = any(isinstance(text, str) and text.strip() == prompt.strip() for text in asked)
@@ -339,7 +377,8 @@ def _check_same_prompt(values: Mapping[str, Any], messages: Sequence[Given], pla
 def _user_messages(values: Mapping[str, Any], value: Any, column: str, place: str) -> list[Given]:
     """Return the messages of the user in the value of a column.
 
-    The texts of the columns in `INPUTS` are appended on new lines, unless the message contains them already.
+    The texts of the columns in `INPUTS` are appended to the last message, on new lines. They are not appended to a
+    message that contains them already, or that has its content in parts.
 
     Raises:
         ConfigError: a value is not text, or the row has choices that the messages do not show.
@@ -364,6 +403,7 @@ def _check_choices(values: Mapping[str, Any], messages: Sequence[Given], place: 
     """Raise ConfigError if a row has options of a multiple-choice question that no message shows."""
     for name in CHOICES:
         given = values.get(name)
+        # The options may be a list, an object with a list in it, or the JSON text of either.
         texts = list(_texts_in(json_of(given) or given if isinstance(given, str) else given))
         shown = "\n".join(text for message in messages for text in _texts_in(message.get("content")))
         if any(text.strip() not in shown for text in texts):
@@ -385,7 +425,13 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _history(values: Mapping[str, Any], place: str) -> list[Given]:
-    """Return the messages of Alpaca's `history`, which is a list of pairs of a question and its answer."""
+    """Return the messages of Alpaca's `history`, which is a list of pairs of a question and its answer.
+
+    The list may be JSON text. Returns an empty list if the row has no history.
+
+    Raises:
+        ConfigError: the history is anything else.
+    """
     rounds = values.get("history") or []
     rounds = (json_of(rounds) or [rounds]) if isinstance(rounds, str) else rounds
     messages: list[Given] = []
@@ -403,11 +449,18 @@ def _messages_in(text: str) -> list[Any] | None:
     if not isinstance(listed, list) or not listed:
         return None
     some = cast("list[Any]", listed)
+    # A message has a `role`, or `from` in ShareGPT's form.
     return some if all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in some) else None
 
 
 def _messages(value: Any, place: str, column: str, role: str) -> list[Given]:
-    """Return the messages of a column. A text that is not a JSON list of messages becomes one message of this role."""
+    """Return the messages of a column: a list of messages, its JSON text, or one message.
+
+    Any other text becomes one message with the given role.
+
+    Raises:
+        ConfigError: the value is none of these, or a message is wrong (`_message`).
+    """
     if isinstance(value, str):
         parsed = _messages_in(value)
         if parsed is None:
@@ -431,12 +484,17 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
         given: the message of the row.
         place: place of the message in the data, for errors.
         number: number of the message, from which ids of calls without an id are made.
-        open_calls: ids of calls in an older form that no message has answered yet. This function changes it.
+        open_calls: ids of calls in an older form that no message has answered yet, in order. A message with such calls
+            replaces the list, and a result without an id takes the first one.
+
+    Raises:
+        ConfigError: the message has no role or no content, or a field of a wrong type.
     """
     if not isinstance(given, dict):
         raise ConfigError(f"{place} must be an object with `role` and `content`, but is {given!r:.100}")
     fields = cast("Given", given).items()
     message = {name: value for name, value in fields if value is not None}
+    # ShareGPT's form.
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
     role = message.get("role")
@@ -447,18 +505,22 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
     for mask in MASKS:
         if mask in message:  # Invalid weights are refused later, with those of the `weight` field itself.
             message.setdefault("weight", message.pop(mask))
+    # OpenAI's weights are 0 and 1.
     if isinstance(message.get("weight"), bool):
         message["weight"] = int(message["weight"])
+    # `old` is a call in an older form, which has no id: OpenAI's `function_call`, or a content of ShareGPT's form.
     old = message.pop("function_call", None)
     if role in CALLS:
         message["role"] = role = ASSISTANT
         old = json_of(message["content"]) if isinstance(message.get("content"), str) else message.get("content")
+        # A text that is no JSON stays the content of the message.
         if old is not None:
             del message["content"]
     if "content" in message:
         message["content"] = _content(message["content"], place, role)
     if old is not None:
         some = cast("list[Any]", old) if isinstance(old, list) else [old]
+        # Some chat templates require ids of nine letters and digits.
         calls = [_call(one, place, f"call{number:02}{index:03}") for index, one in enumerate(some)]
         message["tool_calls"] = calls
         open_calls[:] = [call["id"] for call in calls]
@@ -467,11 +529,13 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
         if not isinstance(calls, list):
             raise ConfigError(f"{place}: `tool_calls` must be a list, but is {message['tool_calls']!r:.100}")
         message["tool_calls"] = [_call(one, place, "") for one in cast("list[Any]", calls)]
-        if not message["tool_calls"]:
+        if not message["tool_calls"]:  # Some data has an empty list in each message without calls.
             del message["tool_calls"]
     elif role == TOOL and "tool_call_id" not in message and open_calls:
+        # The results of calls in an older form follow in the order of the calls.
         message["tool_call_id"] = open_calls.pop(0)
     if message.get("content") is None and "tool_calls" not in message:
+        # Only a message of the assistant may have no content, if it has reasoning or a refusal instead.
         if not (role == ASSISTANT and message.keys() & {"reasoning_content", "reasoning", "thinking", "refusal"}):
             raise ConfigError(f"{place} has no content")
         message.pop("content", None)
@@ -479,7 +543,13 @@ def _message(given: Any, place: str, number: int, open_calls: list[str]) -> Give
 
 
 def _content(content: Any, place: str, role: str) -> Any:
-    """Return a content as text or text parts. An object or list that a tool returned becomes JSON text."""
+    """Return the content of a message with this role as text or text parts; None if it is None.
+
+    An object or list that a tool returned becomes JSON text.
+
+    Raises:
+        ConfigError: the content of another role is neither, or has a part that `_part` refuses.
+    """
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and not (role == TOOL and not _are_parts(cast("list[Any]", content))):
@@ -495,7 +565,11 @@ def _are_parts(content: Sequence[Any]) -> bool:
 
 
 def _part(part: Any, place: str) -> Given:
-    """Return a part of a content in OpenAI's form. Raises ConfigError for parts that are not text."""
+    """Return a part of a content in OpenAI's form. Parts of unknown types, such as `thinking`, are kept.
+
+    Raises:
+        ConfigError: the part is an image, a video, audio or a file, or it is neither text nor an object.
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -511,7 +585,16 @@ def _part(part: Any, place: str) -> Given:
 
 
 def _call(given: Any, place: str, name: str) -> Given:
-    """Return a call in OpenAI's form. A bare `{name, arguments}` becomes the `function` of a call."""
+    """Return a call in OpenAI's form. A bare `{name, arguments}` becomes the `function` of a call.
+
+    Args:
+        given: the call, or its JSON text. Arguments may be named `parameters`, and need not be JSON text.
+        place: place of the message, for errors.
+        name: id of a call that has none. Empty: such a call stays without an id.
+
+    Raises:
+        ConfigError: the call or its function is not an object, or the function has no name.
+    """
     call = _object(given, place, "a call")
     function = _object(call.get("function", call), place, "the function of a call")
     if not isinstance(function.get("name"), str):
@@ -526,7 +609,10 @@ def _call(given: Any, place: str, name: str) -> Given:
 
 
 def _object(value: Any, place: str, what: str) -> Given:
-    """Return the fields of an object that are not null. `value` may be the object or its JSON text."""
+    """Return the fields of an object that are not null. `value` may be the object or its JSON text.
+
+    Raises ConfigError for any other value; `what` names the value in the error.
+    """
     parsed = json_of(value) if isinstance(value, str) else value
     if not isinstance(parsed, dict):
         raise ConfigError(f"{place}: {what} must be an object, but is {value!r:.100}")
@@ -536,7 +622,11 @@ def _object(value: Any, place: str, what: str) -> Given:
 def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
     """Return the functions that a row offers, in OpenAI's form.
 
-    The row has them as a list or as JSON text. Each is a function alone or the object of OpenAI's API around it.
+    The row has them as a list, as one object, or as JSON text. Each is a function alone or the object of OpenAI's API
+    around it. Returns an empty list if the row offers none.
+
+    Raises:
+        ConfigError: the value is none of these, or a function has no name.
     """
     given = values.get("tools") or values.get("functions") or []
     if isinstance(given, str):
@@ -560,7 +650,13 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
 
 
 def template_of(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the arguments for the chat template in a row, including verl's column `enable_thinking`."""
+    """Return the arguments for the chat template in a row, including verl's column `enable_thinking`.
+
+    Returns an empty dictionary if the row has none. An argument in `chat_template_kwargs` comes before the column.
+
+    Raises:
+        ConfigError: `chat_template_kwargs` is neither an object nor its JSON text.
+    """
     given = values.get("chat_template_kwargs") or {}
     arguments = _object(given, place, "`chat_template_kwargs`") if given else {}
     thinking = str(values.get("enable_thinking", "")).lower()
@@ -570,14 +666,18 @@ def template_of(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _answer(value: Any, place: str) -> str:
-    """Return an answer as text: see `answer_of`. `place` names the row and the column in errors."""
+    """Return an answer as text, which may be empty. `answer_of` describes the text.
+
+    Raises:
+        ConfigError: the answer is null, an empty list or object, infinite, NaN, or of a type that JSON cannot express.
+    """
     if isinstance(value, str):
         last = value.rstrip().rpartition("\n")[2]
         if not last.startswith(MARK):
             return value
         final = last.removeprefix(MARK).strip()
         return final.replace(",", "") if GROUPED.fullmatch(final) else final
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a bool is also an int, so this comes first
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
@@ -585,7 +685,7 @@ def _answer(value: Any, place: str) -> str:
         if not math.isfinite(value):
             raise ConfigError(f"{place} is {value}, which is no answer; leave the row out")
         return str(int(value)) if value.is_integer() and abs(value) < EXPONENT_FROM else repr(value)
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal):  # from Parquet or Arrow
         return f"{value.normalize():f}"
     if isinstance(value, list) and len(cast("list[Any]", value)) == 1:
         return _answer(value[0], place)

@@ -2,8 +2,9 @@
 
 Formats: JSON lines, a JSON list, CSV (each also compressed by gzip), Parquet, Arrow, and folders that the Hugging Face
 `datasets` library has written. `flash sft` and environments read rows from here, and `flash.data.shapes` converts them.
-Error messages count the rows of each file from 1. Text may be UTF-8, with or without a
-byte-order mark, UTF-16 or UTF-32. Files are read with the standard library or pyarrow; `datasets` is not needed.
+Error messages count the rows of each file from 1; the first line of a CSV file names the columns and is no row. Text
+may be UTF-8, with or without a byte-order mark, UTF-16 or UTF-32. Files are read with the standard library or pyarrow;
+`datasets` is not needed. Functions that yield rows raise a fault, as ConfigError, when they come to the faulty row.
 """
 
 from __future__ import annotations
@@ -57,7 +58,14 @@ class Row(NamedTuple):
 
 
 def column_names(path: str, needed: Sequence[str] = ()) -> list[str]:
-    """Return the columns of the table's first file; nested columns have dotted names. Reads only the head of the file.
+    """Return the columns of the table's first file; nested columns have dotted names.
+
+    The columns are those of the first row, or of the schema of a Parquet or Arrow file. Further rows are not decoded.
+    Commands call this first, so that a wrong name of a column is refused before any other work.
+
+    Args:
+        path: file, folder or glob pattern of the table (`_files`).
+        needed: names of columns that must be there.
 
     Raises:
         ConfigError: the table does not exist, is empty, cannot be read, or lacks a needed column.
@@ -87,6 +95,8 @@ def suggested(name: str, names: Iterable[str]) -> str:
 def read_rows(path: str) -> Iterator[Row]:
     """Yield every row of all files of the table. Rows of JSON may have different columns.
 
+    `path`: file, folder or glob pattern of the table (`_files`).
+
     Raises:
         ConfigError: the table does not exist or cannot be read; the message names the file and the row.
     """
@@ -96,6 +106,8 @@ def read_rows(path: str) -> Iterator[Row]:
 
 def value_of(row: Row, column: str) -> Any:
     """Return the value of a column. A dotted name selects a nested value, also inside JSON text.
+
+    A column whose own name has dots comes first.
 
     Raises:
         ConfigError: the row has no such column, or no value in it.
@@ -122,7 +134,8 @@ def refuse_rows(faults: Sequence[str]) -> None:
 
 
 def json_of(text: str) -> Any:
-    """Return the list or object that a JSON text encodes; None if the text encodes neither."""
+    """Return the list or object that a JSON text encodes; None if the text encodes neither, or is no JSON."""
+    # Most texts are not JSON, so the first character decides before anything is decoded.
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -135,7 +148,8 @@ def _files(path: str) -> list[Path]:
     """Return the files of a table, in order: one file, the files of a folder, or the matches of a glob pattern.
 
     Raises:
-        ConfigError: there is no file, or one is not a data file of a known format.
+        ConfigError: there is no file, one is not a data file of a known format or is only a pointer of Git LFS, or a
+            folder holds several splits.
     """
     place = Path(path)
     if place.is_file():
@@ -173,16 +187,23 @@ def _kind(file: Path) -> str:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
-    """Return the files of a folder that have its most preferred format. Raises ConfigError for several splits."""
+    """Return the files of a folder, in order. If it has files of several formats, only one format is read.
+
+    Raises:
+        ConfigError: the folder has no data file, or the files of several splits, such as `train` and `test`.
+    """
+    # `datasets` writes this file into a folder with one folder for each split.
     if (folder / "dataset_dict.json").is_file() and (
         splits := sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     ):
         raise ConfigError(f"{folder} holds several splits ({', '.join(splits)}); give one, as {folder / splits[0]}")
+    # The most preferred format is first: Arrow and Parquet have exact types. Parquet files are often in subfolders.
     patterns = ("*.arrow", "**/*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.json.gz", "*.csv", "*.csv.gz")
     found = ([file for file in sorted(folder.glob(one)) if file.name not in METADATA] for one in patterns)
     files = next(filter(None, found), [])
     if not files:
         raise ConfigError(f"the folder {folder} holds no .arrow, .parquet, .jsonl, .json or .csv file")
+    # The usual names are `train.jsonl` and `train-00000-of-00004.parquet`.
     splits = sorted({split for file in files for split in SPLITS if file.name.split("-")[0].split(".")[0] == split})
     if len(splits) > 1:
         pattern = files[0].parent / f"{splits[0]}*{''.join(files[0].suffixes)}"
@@ -191,7 +212,10 @@ def _files_of_folder(folder: Path) -> list[Path]:
 
 
 def _nearest(place: Path) -> str:
-    """Return `; did you mean …?` with a similar name in the same folder, or an empty text if there is none."""
+    """Return the end of an error message about a missing path: its folder is missing, or a similar name is there.
+
+    Returns an empty text if the folder exists and has no similar name.
+    """
     if not place.parent.is_dir():
         return f": there is no folder {place.parent}"
     near = difflib.get_close_matches(place.name, [entry.name for entry in place.parent.iterdir()], n=1)
@@ -199,12 +223,12 @@ def _nearest(place: Path) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names for an error message."""
+    """Return names for an error message, with commas between them; `none` if there are none."""
     return ", ".join(map(repr, names)) or "none"
 
 
 def _rows(file: Path) -> Generator[Row]:
-    """Return the rows of a file, read by its format."""
+    """Return the rows of a file, read by its format. Nothing is read before the first row is taken."""
     kind = _kind(file)
     if kind in SEPARATORS:
         return _csv_rows(file, SEPARATORS[kind])
@@ -223,9 +247,16 @@ def _place(file: Path, number: int, line: int | None = None, *, lines_before: in
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, str]]:
-    """Open a text file, decompress it if needed, and detect its encoding. A byte-order mark of UTF-8 is skipped."""
+    """Open a text file, decompress it if needed, and detect its encoding. Yields the open file and the encoding.
+
+    A byte-order mark of UTF-8 is skipped. The file is closed at the end of the block.
+
+    Raises:
+        ConfigError: the file cannot be read, also later in the block, or it is compressed without the suffix `.gz`.
+    """
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as data:
+            # The first four bytes tell the encoding of JSON text. They are not taken from the stream.
             head = data.peek(4)[:4]
             if head.startswith(GZIP) and file.suffix != ".gz":
                 raise ConfigError(f"{file} is compressed by gzip: name it {file.name}.gz, or decompress it")
@@ -241,7 +272,7 @@ def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, st
 
 @contextlib.contextmanager
 def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: str) -> Generator[io.TextIOWrapper]:
-    """Read an open file as text during the block."""
+    """Yield an open file as a stream of text. `newline` is as for `open`: "" keeps the line breaks inside of cells."""
     text = io.TextIOWrapper(cast("io.BufferedReader", data), encoding, newline=newline)
     try:
         yield text
@@ -250,15 +281,20 @@ def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: st
 
 
 def _json_rows(file: Path) -> Generator[Row]:
-    """Yield the rows of JSON lines, or of one JSON list that fills the file."""
+    """Yield the rows of JSON lines, or of one JSON list that fills the file. Blank lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row is not a JSON object.
+    """
     with _opened(file) as (data, encoding), _as_text(data, encoding, "\n") as text:
+        # Bytes are decoded only once if they are UTF-8 already, which JSON decoders take.
         lines = iter(data) if encoding == "utf-8" else (line.encode() for line in text)
         number = line_number = 0
         try:
             for line_number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                if number == 0 and line.lstrip().startswith(b"["):
+                if number == 0 and line.lstrip().startswith(b"["):  # a list, and no JSON lines
                     yield from _json_list(file, line + b"".join(lines))
                     return
                 number += 1
@@ -268,12 +304,17 @@ def _json_rows(file: Path) -> Generator[Row]:
 
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
+"""Decoder of one row."""
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 """Decoder that leaves the objects of a list undecoded, so that an error can name the row."""
 
 
 def _json_list(file: Path, text: bytes) -> Iterator[Row]:
-    """Yield the rows of a JSON list. Lists with NaN or Infinity, which are not JSON, are read too."""
+    """Yield the rows of a JSON list. Lists with NaN or Infinity, which are not JSON, are read too.
+
+    Raises:
+        ConfigError: the text is no list, or an element of it is not a JSON object.
+    """
     try:
         rows: list[Any] = list(_list_decoder.decode(text))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -283,7 +324,7 @@ def _json_list(file: Path, text: bytes) -> Iterator[Row]:
             raise ConfigError(f"{file} is no list of JSON objects: {error}") from error
     for number, row in enumerate(rows, start=1):
         place = _place(file, number)
-        if isinstance(row, msgspec.Raw):
+        if isinstance(row, msgspec.Raw):  # otherwise `_loads` has decoded all rows
             row = _decoded(row, place)
         if not isinstance(row, dict):
             raise ConfigError(f"{place} is not a JSON object, but {row!r:.100}")
@@ -291,7 +332,11 @@ def _json_list(file: Path, text: bytes) -> Iterator[Row]:
 
 
 def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
-    """Return the object of one row. Raises ConfigError if the text is not a JSON object."""
+    """Return the object of one row.
+
+    Raises:
+        ConfigError: the text is not a JSON object, or an object in it has two values of one name.
+    """
     try:
         row = _decoder.decode(line)
     except UnicodeDecodeError as error:
@@ -330,19 +375,27 @@ def _loads(text: bytes) -> Any:
 def _refuse_equal_names(text: bytes, place: str) -> None:
     """Raise ConfigError if an object in a JSON text has two values of one name, or if the text nests too deeply."""
 
-    def names_of(pairs: list[tuple[str, Any]]) -> None:
+    def refuse_pairs(pairs: list[tuple[str, Any]]) -> None:
+        """Check one object of the text. The decoder calls this for each object."""
         names = [name for name, _ in pairs]
         if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
             raise ConfigError(f"{place} has two values of {twice!r}; expected a name of its own for each")
 
     try:
-        json.loads(text, object_pairs_hook=names_of)
+        json.loads(text, object_pairs_hook=refuse_pairs)
     except RecursionError as error:  # this decoder allows a few levels less than the first one
         raise ConfigError(f"{place} cannot be read: {error}") from error
 
 
 def _csv_rows(file: Path, separator: str) -> Generator[Row]:
-    """Yield the rows of a file of separated cells. Its first line names the columns; all values are text."""
+    """Yield the rows of a file of separated cells. Its first line names the columns; all values are text.
+
+    A cell that is missing at the end of a row is None.
+
+    Raises:
+        ConfigError: the file cannot be read, two columns have one name, or a row has too many cells or wrong quotes.
+    """
+    # Python's own limit of 128 KiB is too small for texts. The limit is a C long, which may have 32 bits.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with _opened(file) as (data, encoding), _as_text(data, encoding, "") as text:
         cells = csv.DictReader(text, delimiter=separator, strict=True)
@@ -353,7 +406,7 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
                 raise ConfigError(f"{file} has two columns {twice!r}; expected a name of its own for each")
             for number, values in enumerate(cells, start=1):
                 place = _place(file, number, cells.line_num, lines_before=1)
-                if None in values:
+                if None in values:  # `csv` keeps cells without a name under this key
                     raise ConfigError(f"{place} has more cells than the first line has names; quote cells with commas")
                 yield Row(place, cast("dict[str, Any]", values))
         except UnicodeDecodeError as error:
@@ -367,7 +420,11 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
 
 @contextlib.contextmanager
 def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
-    """Open a Parquet or Arrow file. Yields its schema and an iterator of its record batches."""
+    """Open a Parquet or Arrow file. Yields its schema and an iterator of its record batches.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or the file cannot be read, also later in the block.
+    """
     pyarrow = _module("pyarrow", file)
     try:
         if file.suffix == ".parquet":
@@ -389,7 +446,7 @@ def _arrow_file(file: Path) -> Generator[tuple[Any, Iterator[Any]]]:
 
 
 def _arrow_rows(file: Path) -> Generator[Row]:
-    """Yield the rows of a Parquet or Arrow file."""
+    """Yield the rows of a Parquet or Arrow file. Raises the errors of `_arrow_file`."""
     with _arrow_file(file) as (_, batches):
         number = 0
         for batch in batches:
@@ -412,6 +469,7 @@ def _names_of_fields(fields: Any, prefix: str = "") -> Iterator[str]:
     """Yield the names of the fields in an Arrow schema or struct; nested fields have dotted names."""
     for field in fields:
         yield prefix + field.name
+        # Only the fields of structs are named: a list of structs has none that a row could select.
         if hasattr(field.type, "num_fields") and str(field.type).startswith("struct<"):
             yield from _names_of_fields(list(field.type), f"{prefix}{field.name}.")
 
