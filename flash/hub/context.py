@@ -6,7 +6,8 @@ next version while thousands of results arrive. So there are several signals, an
 it concerns.
 
 A *lease* assigns one task to one node. An *incarnation* is the set of trainer ranks that run from one restart of the
-ranks to the next. A step's batch is *dealt* when its samples are divided among the trainer ranks.
+ranks to the next. A *round* is the samples of a step that the ranks train before they ask for more; a step has one or
+several. A round, or the whole batch of a step, is *dealt* when its samples are divided among the trainer ranks.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ class RunStages:
     def _complete_groups(self) -> str:
         """Phrase with the number of complete groups, and the number that a batch needs."""
         batches = self._samples.batches
-        # The groups of earlier rounds of the step have left the pool, but they count for its batch.
+        # A step may take its groups in several rounds. The groups of earlier rounds have left the pool, but they count
+        # for its batch.
         dealt = len(batches.training) if batches.open else 0
         return f"{dealt + self._samples.pool.ready_groups} of {self._contract.groups_per_batch}"
 
@@ -182,14 +183,18 @@ class RunStages:
         the phrase of that moment as unfinished.
         """
         stage, step = self._working_stage, self._progress.version
+        # An interrupted run gives up a step that has only a part of its groups (`open`).
         if stage is Stage.STEP and self._progress.batch != "open":
             return f"finishing step {step} and writing a checkpoint"
         # In these stages the ranks have nothing new to save: they are only starting, train steps again that the run
         # keeps, or have saved everything.
         if stage in (Stage.FIRST_VERSION, Stage.RECOVERING, Stage.REPEATING, Stage.EVALUATING):
             return "ending its processes"
+        # Groups that are being collected are still dealt, and mostly make a whole batch. After the last step the state
+        # is also `forming`, while the groups that are left are withdrawn.
         if self._progress.batch == "forming" and step < self._run_steps:
             return f"finishing step {step} and writing a checkpoint"
+        # The ranks must not write a checkpoint of weights that belong to no version.
         if self._steps.weights_between_versions:
             return "ending its processes"
         if self._steps.checkpoint_written:

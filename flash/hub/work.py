@@ -481,8 +481,8 @@ class NodeWork:
     def ranks_can_proceed(self) -> bool:
         """Return True if a rank that waits for its shard can form a round, fetch it, or learn that the run stops.
 
-        A shard is the part of a round that one trainer rank trains. While another rank's request forms the round, all
-        ranks wait.
+        A round is the samples of a step that the ranks train before they ask for more. A shard is the part of a round
+        that one trainer rank trains. While another rank's request forms the round, all ranks wait.
         """
         progress = self._progress
         if progress.batch == "forming":
