@@ -38,6 +38,9 @@ def run(command: Callable[[], int] | None = None) -> None:
     except KeyboardInterrupt:
         # A second interrupt came while the command was ending because of the first one.
         code = 128 + signal.SIGINT
+        if handles_sigint:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Threads of Python that are not daemons would hold the process at its exit.
     threads = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
     for thread in threads:
         thread.join(GRACE_S)

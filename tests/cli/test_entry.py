@@ -51,6 +51,14 @@ def command():
     finally:
         {INTERRUPT}
 entry.run(command)""",
+    "after two interrupts have ended it": f"""
+def command():
+    threading.Timer(0.2, lambda: {INTERRUPT}).start()
+    try:
+        {INTERRUPT}
+    finally:
+        {INTERRUPT}
+entry.run(command)""",
     "after its end": f"""
 def command():
     threading.Timer(0.2, lambda: {INTERRUPT}).start()
