@@ -168,7 +168,7 @@ class Nodes:
                 self._progress.fail(error)
                 return
             self._observer.note(f"node {node} cannot go on, and the others do its work: {request.message}")
-        elif not self._progress.done:
+        elif not self._progress.done:  # At the end of the run all nodes leave, which is worth no note.
             self._observer.note(
                 f"node {node} leaves: it takes no more samples, and finishes those that it has or hands them back"
             )
@@ -190,6 +190,7 @@ class Nodes:
             # hub reads no requests in that time, so the time must not count as silence of a node.
             await anyio.sleep(self._heartbeats.next_silence(anyio.current_time()))
             if self._heartbeats.silent(anyio.current_time()):
+                # If the hub's own loop was blocked, a request may have arrived that is not read yet.
                 await anyio.sleep(waits.SECOND_LOOK_S)
             for node in self._heartbeats.silent(anyio.current_time()):
                 self._handle_silence(node)

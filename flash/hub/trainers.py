@@ -353,6 +353,7 @@ class TrainerRanks:
         ranks = [rank for number, rank in enumerate(self.incarnations.ranks) if node_of(number) == request.node]
         living = [rank.process for rank in ranks if rank.process is not None]
         ended = [rank.ended_process for rank in ranks if rank.ended_process is not None]
+        # The system may have given the id of an ended process to a new one, which must not be killed.
         ended = [process for process in ended if process not in living]
         causes = [process for process in ended if (request.node, process) in self._causes]
         return p.RanksReply(self._changes, living, ended, causes, self._missing if ended else "")
