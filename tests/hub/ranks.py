@@ -13,7 +13,15 @@ from flash.types import Canary, Published, Shard
 
 
 class Ranks:
-    """Trainer ranks of one incarnation, which train in lockstep: a step is trained once all have their shards."""
+    """Trainer ranks of one incarnation, which train in lockstep: a step is trained once all have their shards.
+
+    An incarnation is the set of trainer ranks that run from one restart of the ranks to the next.
+
+    Args:
+        world: number of ranks.
+        tensor: number of consecutive ranks that train the same samples (a tensor group).
+        version: version of the checkpoint from which the ranks start.
+    """
 
     def __init__(self, world: int, tensor: int, version: int) -> None:
         self.world = world
@@ -21,7 +29,9 @@ class Ranks:
         self.version = version
         """Version that the ranks hold: the hub has acknowledged its commit."""
         self.published = -1
+        """Version that the ranks have published last; -1 if there is none."""
         self.may_save = True
+        """True if the last reply of the hub allows a checkpoint (`BatchReply.may_save`)."""
         self._rounds: list[dict[int, Shard]] = []
         """Shards of the running step, by round and rank."""
 
@@ -33,6 +43,7 @@ class Ranks:
         return [of[group[0]] for of in self._rounds for group in groups]
 
     async def publish(self, hub: Hub) -> None:
+        """Publish the version that the ranks hold. The hub replies once the engines have the version before it."""
         made = Published(self.version, "tcp", b"", Canary([0, 0], [-1.0]))
         await hub.handle(p.PublishRequest(made))
         self.published = self.version
@@ -59,6 +70,7 @@ class Ranks:
                 tasks.start_soon(hub.handle, p.Goodbye(rank, []))
 
     async def commit(self, hub: Hub) -> None:
+        """Commit the running step, all of whose rounds were fetched. The ranks then hold the next version."""
         await hub.handle(p.Commit(self.version, {}))
         self.version += 1
         self._rounds = []

@@ -42,6 +42,7 @@ from tests.hub.ranks import Ranks
 from tests.samples.cases import KeptStates, trajectory
 
 EVENTS = 30
+"""Number of random events of a schedule, before all processes only do their work."""
 NEVER = 10_000
 """Number of failures in a row that no schedule reaches."""
 ROUNDS = 200
@@ -63,9 +64,11 @@ WEIGHTS = {
 }
 """Relative frequencies of the events."""
 FAILURES = (Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR)
+"""Outcomes from which the outcome of a failed sample is drawn."""
 
 
 def draw_config(dice: random.Random, calm: bool) -> Config:
+    """Return a random configuration. A calm run (`Schedule.calm`) has no redundant samples and filters nothing out."""
     group = dice.choice([1, 2, 4, 8])
     groups = dice.randint(1, 4)
     rollout = {
@@ -127,14 +130,20 @@ class Node:
         dice = schedule.dice
         self.number = number
         self.slow = dice.random() < 0.2
+        """True if few of the schedule's events load a version here or end a lease."""
         self.engines: list[int | None] = [-1] * dice.randint(1, 4)
         """Versions of the engines; None for a dead engine, -1 for an engine without a version."""
         self.room = len(self.engines) * dice.choice([1, 2, 8])
+        """Number of leases that the node can hold at once."""
         self.held: dict[int, Lease] = {}
+        """Leases of the node, by number."""
         self.waits = False
+        """True while a request for leases waits at the hub."""
         self._schedule = schedule
         self._reports = count()
+        """Numbers of the reports on engines."""
         self._withdrawn: list[int] = []
+        """Numbers of the leases that the hub has asked the node to cancel."""
         self.begin()
 
     def begin(self) -> None:
@@ -144,6 +153,7 @@ class Node:
         self._gone = anyio.Event()
 
     async def run(self) -> None:
+        """Ask the hub for leases and for cancels, until the run is over or `end` is called."""
         with self._scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen)
@@ -156,6 +166,7 @@ class Node:
         await self._gone.wait()
 
     async def _listen(self) -> None:
+        """Note which leases the hub cancels, until the run is over."""
         done = False
         while not done:
             reply = await self._schedule.hub.handle(p.CancelRequest(self.number))
@@ -163,6 +174,7 @@ class Node:
             done = reply.done
 
     async def _ask(self) -> None:
+        """Ask for leases whenever the node has room and an engine with a version, until the run is over."""
         while True:
             while max(self.versions, default=-1) < 0 or len(self.held) >= self.room:
                 self._more = anyio.Event()
@@ -190,11 +202,13 @@ class Node:
         await self.report()
 
     async def report(self) -> None:
+        """Report the living engines to the hub, and ask for leases again if there is room."""
         statuses = [p.EngineStatus(i, v, 0.0, 1.0, 0.0) for i, v in enumerate(self.engines) if v is not None]
         await self._schedule.hub.handle(p.EngineReport(self.number, next(self._reports), statuses, []))
         self._more.set()
 
     async def deliver(self, *ended: p.EndedLease) -> None:
+        """Deliver the results of leases, and ask for leases again."""
         for each in ended:
             self.held.pop(each.lease_id)
         free = max(0, self.room - len(self.held))
@@ -211,11 +225,13 @@ class Node:
 
     @property
     def behind(self) -> list[int]:
+        """Indices of the living engines that do not have the newest version."""
         published = self._schedule.published
         return [i for i, version in enumerate(self.engines) if version is not None and version < published]
 
     @property
     def dead(self) -> list[int]:
+        """Indices of the dead engines."""
         return [i for i, version in enumerate(self.engines) if version is None]
 
     @property
@@ -230,8 +246,10 @@ class Recording(MemoryObserver):
     def __init__(self) -> None:
         super().__init__()
         self.batches: dict[int, Batch] = {}
+        """Whole batch of each step."""
 
     def batch(self, batch: Batch) -> None:
+        """Keep the batch of a step, in place of an earlier batch of this step."""
         super().batch(batch)
         self.batches[batch.step] = batch
 
@@ -244,15 +262,18 @@ class RecordedHistory:
         self._kept = kept
 
     async def choose_start(self, version: int) -> TrainerStart:
+        """Return the newest checkpoint; version 0 if there is none."""
         await anyio.lowlevel.checkpoint()
         newest = max(self._kept.by_version, default=0)
         return TrainerStart(newest, str(newest))
 
     async def batch(self, step: int) -> Batch:
+        """Return the recorded batch of a step."""
         await anyio.lowlevel.checkpoint()
         return self._recording.batches[step]
 
     def same_weights(self, one: Published, other: Published) -> bool:
+        """Return True: the weights of a schedule follow from the batches alone."""
         return True
 
 
@@ -266,7 +287,13 @@ class Laws(NamedTuple):
 
 
 class Schedule:
-    """Random run: its processes, and the events that befall them."""
+    """Random run: its processes, and the events that befall them.
+
+    Args:
+        seed: seed of all random choices, so that a schedule can be repeated.
+        members_per_slice: number of samples whose groups the hub processes at once, before it serves other tasks.
+        laws: checks that run during the schedule.
+    """
 
     def __init__(self, seed: int, members_per_slice: int, laws: Laws) -> None:
         self.laws = laws
@@ -291,16 +318,22 @@ class Schedule:
         self.observer = Recording()
         self.states, self.journal = KeptStates(), MemoryJournal()
         self.hubs = 0
+        """Number of hub processes so far."""
         self.hub = self.start_hub(None)
         self.nodes: dict[int, Node] = {}
+        """Living nodes, by number."""
         self.published = -1
+        """Newest version that the living hub has announced; -1 if there is none."""
         self.floor = -1
         """Newest version that engines ever had; -1 after the run has gone back."""
         self.version = 0
+        """Version that the run has reached."""
         self.shards: dict[int, list[int]] = {}
         """Tasks of each step, in the order in which they were dealt."""
         self.commit_now = anyio.Event()
+        """Set when the schedule lets the ranks commit the running step."""
         self.incarnation = anyio.CancelScope()
+        """Scope of the running incarnation of the ranks. Its cancellation is the death of the ranks."""
         self.deaths_left = self.dice.choice([0, 0, 2, 5])
         """Number of times that the ranks still die at the end of the schedule."""
         self.hub_deaths_left = 0 if self.calm else self.dice.choice([0, 0, 1, 3])
@@ -308,11 +341,15 @@ class Schedule:
         self.resumed = False
         """True if the run was resumed with other options."""
         self.finished = False
+        """True if the ranks have left at the end of the run."""
         self.trainer = anyio.CancelScope()
+        """Scope of all incarnations of the ranks under the living hub."""
         self.world = self.config.trainer_world_size
+        """Number of trainer ranks."""
         self.number = 0
         """Number of the ranks' incarnation."""
         self.expiry = anyio.CancelScope()
+        """Scope of the time in which nodes may claim leases of the previous hub."""
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
         """Return a hub with a recovered state, whose ranks start from the checkpoint of version `held`."""
@@ -334,6 +371,7 @@ class Schedule:
         )
 
     async def run(self) -> None:
+        """Run the random events, each followed by the checks of the laws. Then let the run come to its end."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._train)
             for _ in range(self.dice.choice([1, 2, 2, 3, 4, 6, 8])):
@@ -344,11 +382,13 @@ class Schedule:
                 await self.settle()
                 self.laws.after_each_event(self)
             if self.hub_deaths_left == 0 and not self.calm:
-                await self.hub_dies(tasks)  # whatever that leaves behind has no later death to save it
+                # A fault that this death leaves behind is not hidden by a later death.
+                await self.hub_dies(tasks)
             await self.end(tasks)
             tasks.cancel_scope.cancel()
 
     async def settle(self) -> None:
+        """Let all tasks run until they wait. The number of turns is more than any chain of wakings needs."""
         for _ in range(25):
             await anyio.lowlevel.checkpoint()
 
@@ -365,6 +405,7 @@ class Schedule:
         tasks.start_soon(node.run)
 
     async def die(self, node: Node) -> None:
+        """Kill a node: its requests end, and the hub hears of the loss."""
         await node.end()
         del self.nodes[node.number]
         self.hub.peer_lost(f"node-{node.number}")
@@ -382,7 +423,7 @@ class Schedule:
         self.trainer.cancel()
         self.expiry.cancel()
         await self.settle()
-        self.finished = False  # what the ranks were told meanwhile counts no more
+        self.finished = False  # The ranks may have ended with the old hub. The next hub needs ranks again.
         ledger, reached = self.hub.samples.ledger, self.hub.progress.version
         stored = self.states.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
@@ -406,7 +447,8 @@ class Schedule:
             self.resumed = True
             allowed = self.config.train.max_age
             self.config = with_options(self.dice, self.config, self.calm)
-            if self.config.train.max_age < allowed:  # what was not trained yet is put together anew
+            # With a smaller largest age of tokens, batches that were formed and not trained are formed again.
+            if self.config.train.max_age < allowed:
                 self.shards = {step: dealt for step, dealt in self.shards.items() if step < self.version}
             self.domains = draw_domains(self.dice, self.config, self.calm)
             if self.dice.random() < 0.5:
@@ -425,6 +467,7 @@ class Schedule:
                 await self.move(node, tasks)
 
     async def _expire_claims(self) -> None:
+        """Let the hub queue the leases that no node claims. The death of the hub cancels this."""
         with anyio.CancelScope() as self.expiry:
             await self.hub.work.expire_claims()
 
@@ -460,6 +503,7 @@ class Schedule:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     async def happen(self, tasks: TaskGroup) -> None:
+        """Let one random event happen (`WEIGHTS`), or none if it is not possible now."""
         dice = self.dice
         node = dice.choice(list(self.nodes.values())) if self.nodes else None
         event = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
@@ -490,6 +534,7 @@ class Schedule:
         elif event == "load":
             if node.behind and (not node.slow or dice.random() < 0.3):
                 await node.load(dice.choice(node.behind))
+        # The events "finish" and "all but one" deliver results.
         elif (ready := node.ready) and (event != "finish" or not node.slow):
             chosen = dice.sample(ready, len(ready) if event != "all but one" else len(ready) - 1)
             if event == "finish":
@@ -497,9 +542,11 @@ class Schedule:
             await node.deliver(*(self.ended(node, lease) for lease in chosen))
 
     def ended(self, node: Node, lease: Lease) -> p.EndedLease:
+        """Return a random result of a lease: a failure, or a sample with one or several branches and versions."""
         dice = self.dice
         failing = self.failing
-        if self.config.rollout.breaker < NEVER:  # only the one may come into it, or nothing is left to train on
+        # With quarantine, only one kind of problems fails. If every kind went into quarantine, nothing would be left.
+        if self.config.rollout.breaker < NEVER:
             failing = float(lease.task.kind == self.failing_kind)
         if dice.random() < failing:
             return p.EndedLease(lease.lease_id, Failure(lease.task, dice.choice(FAILURES), "x", 1))
@@ -509,6 +556,7 @@ class Schedule:
         made: Trajectory = trajectory(
             lease.task, start, sum(run.count for run in runs), float(dice.randint(0, 1)), runs
         )
+        # The observation has the number of the environment, by which a law sees from which one a sample is.
         made = msgspec.structs.replace(
             made, turns=[msgspec.structs.replace(made.turns[0], observation=str(self.problems))]
         )
@@ -527,6 +575,7 @@ class Schedule:
                             self.hub.peer_lost(f"trainer-{rank}")
 
     def _connect(self) -> None:
+        """Connect all ranks. The hub puts all of them into one incarnation."""
         (self.number,) = {self.hub.incarnations.rank_arrived(rank) for rank in range(self.world)}
 
     async def _start_incarnation(self) -> Ranks:
@@ -597,6 +646,7 @@ def run_one(seed: int, laws: Laws) -> Schedule:
     """Run one schedule and return it. Raises AssertionError with the command that repeats it if a law is broken."""
 
     async def run() -> Schedule:
+        """Make the schedule on the virtual event loop and run it."""
         schedule = Schedule(seed, members_per_slice, laws)
         await schedule.run()
         return schedule

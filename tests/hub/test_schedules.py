@@ -18,6 +18,7 @@ from tests.hub.schedules import Laws, Schedule, run_one
 
 
 def law_2_conservation(schedule: Schedule) -> None:
+    """The ledger accounts for every task and every token."""
     schedule.hub.samples.check()
 
 
@@ -48,6 +49,10 @@ def law_3_ages(schedule: Schedule, shards: Sequence[Shard]) -> None:
 
 
 def no_group_is_of_two_environments(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    """All samples of a group are from one environment, also if the run was resumed with another environment.
+
+    The observation of a sample has the number of its environment.
+    """
     for made in (sample.trajectory for shard in shards for sample in shard.samples):
         known = schedule.environments.setdefault(made.task.group_id, made.turns[0].observation)
         assert made.turns[0].observation == known, f"group {made.task.group_id} has samples of two environments"
@@ -64,17 +69,20 @@ def a_step_has_one_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
 
 
 def after_each_event(schedule: Schedule) -> None:
+    """Check the laws that hold after each event."""
     law_2_conservation(schedule)
     no_node_waits_for_what_it_could_run(schedule)
 
 
 def for_each_batch(schedule: Schedule, shards: Sequence[Shard]) -> None:
+    """Check the laws that hold for the shards of each step."""
     law_3_ages(schedule, shards)
     no_group_is_of_two_environments(schedule, shards)
     a_step_has_one_batch(schedule, shards)
 
 
 def every_schedule_comes_to_its_end(seed: int) -> None:
+    """Run one schedule, and check that it has trained and counted each step, and that no sample is left."""
     schedule = run_one(seed, Laws(after_each_event, for_each_batch))
     steps, samples = schedule.config.run.steps, schedule.hub.samples
     assert schedule.finished, f"seed {seed} stalls at step {schedule.version} of {steps}"

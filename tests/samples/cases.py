@@ -21,12 +21,14 @@ from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 
 class KeptStates:
-    """Keeps the hub's states in memory."""
+    """Keeps the hub's states in memory: a `flash.hub.recovery.SaveState`."""
 
     def __init__(self) -> None:
         self.by_version: dict[int, bytes] = {}
+        """Encoded state of each version with a checkpoint."""
 
     async def __call__(self, version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+        """Keep the state of a version, and let other tasks run after each piece."""
         state = bytearray()
         for piece in pieces:
             state += piece
@@ -42,6 +44,10 @@ def trajectory(
     reward: float = 1.0,
     versions: list[VersionRun] | None = None,
 ) -> Trajectory:
+    """Return a sample with one turn: two tokens of a prompt, and `tokens` sampled tokens.
+
+    `versions` are the versions of the sampled tokens. None: `version` has sampled all of them.
+    """
     return Trajectory(
         task=task,
         outcome=Outcome.OK,
@@ -69,6 +75,23 @@ def make_buffer(
     max_token_age: int | None = None,
     **rules: Any,
 ) -> SampleBuffer:
+    """Return a buffer with settings that suit most tests.
+
+    Args:
+        alpha: the asynchronous ratio.
+        batch: number of samples of a step.
+        group: number of samples of a group, without redundant samples.
+        steps: number of steps of the run.
+        extra_groups: number of redundant groups.
+        step: the version from which the run continues.
+        state: the state that an earlier buffer has left; None in a new run.
+        kind_of: returns the kind of the problem with a seed.
+        at_once: number of groups in one slice of postponed work; None: as in a run.
+        journal: records the events.
+        incarnation: number of the hub process, so that two buffers of a run give different numbers to leases.
+        max_token_age: largest age of a trained token, in versions; None: as in `AgeContract`.
+        rules: fields of `BufferRules`.
+    """
     contract = AgeContract(alpha, batch, group, steps, extra_groups, max_token_age)
     rules = {"retries": 1, "breaker": 1000, "sampling": PLAIN} | rules
     members = group + rules.get("extra_per_group", 0)
@@ -105,6 +128,7 @@ def in_order(queue: TaskQueue) -> list[Member]:
 
 
 def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:
+    """Lease all tasks that a node with an engine of this version may run."""
     leases: list[Lease] = []
     while (lease := buffer.lease([version], node)) is not None:
         leases.append(lease)
@@ -112,5 +136,6 @@ def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:
 
 
 def finish_all(buffer: SampleBuffer, leases: list[Lease], version: int, reward: float = 1.0) -> None:
+    """Deliver a finished sample for each lease, sampled by this version."""
     for lease in leases:
         buffer.deliver(lease.lease_id, trajectory(lease.task, version, reward=reward))

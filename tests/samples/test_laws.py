@@ -25,15 +25,18 @@ from flash.waiting import run_to_end
 from tests.samples.cases import make_buffer, trajectory
 
 STEPS = 6
+"""Number of steps of a run."""
 OLDER = st.sampled_from([0, 0, 1, None])
 """Versions by which the largest age of a token exceeds ⌈α⌉; None: the default of the largest age."""
 
 
 def bound_of(alpha: float, older: int | None) -> int:
+    """Return the largest age of a trained token, in versions. `older` is a value of `OLDER`."""
     return max_age(alpha, None) if older is None or alpha == 0 else window(alpha) + older
 
 
 def kind_of(seed: int) -> str:
+    """Return the kind of the problem with this seed. Neighbouring problems are of different kinds."""
     return "even" if seed % 2 == 0 else "odd"
 
 
@@ -70,6 +73,7 @@ class Incarnation(RuleBasedStateMachine):
         at_once: int | None,
         rules: dict[str, Any],
     ) -> None:
+        """Begin a new run with random settings. `batches` is the number of groups of a batch."""
         batch = group * batches
         self.settings: dict[str, Any] = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS} | rules
         self.settings["max_token_age"] = bound_of(alpha, older)
@@ -79,6 +83,7 @@ class Incarnation(RuleBasedStateMachine):
         """The last checkpoint."""
         self.stored_version = self.stored_trained = 0
         self.incarnations = 0
+        """Number of restarts of the hub."""
         self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.begun = alpha, rules["extra_groups"]
@@ -90,11 +95,14 @@ class Incarnation(RuleBasedStateMachine):
         self.formed: set[int] = set()
         """Steps whose batches a previous incarnation has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
+        """Leases that nodes hold, each with the version of its first token."""
         self.training = self.taking = False
+        """True while a whole batch is trained, and while groups are taken in slices."""
         self.taken: list[int] = []
         """Groups of the rounds of the running step so far."""
 
     def make(self, state: BufferState | None, version: int) -> SampleBuffer:
+        """Return a buffer of this run, which continues from `state` at `version`."""
         return make_buffer(
             **self.settings,
             kind_of=kind_of,
@@ -111,14 +119,17 @@ class Incarnation(RuleBasedStateMachine):
 
     @rule()
     def tidy(self) -> None:
+        """Do one slice of the postponed work."""
         self.buffer.do_slice()
 
     def tidy_up(self) -> None:
+        """Do all postponed work."""
         while self.buffer.do_slice():
             pass
 
     @rule(behind=st.integers(0, 3), node=st.integers(0, 7), ahead=st.integers(0, 1))
     def lease(self, behind: int, node: int, ahead: int) -> None:
+        """Lease a task to a node with two engines, which are `behind` and `behind + ahead` versions old."""
         engines = [max(0, self.version - behind), max(0, self.version - behind - ahead)]
         lease = self.buffer.lease(engines, node % len(self.nodes), nodes=self.nodes)
         if lease is not None:
@@ -127,6 +138,7 @@ class Incarnation(RuleBasedStateMachine):
 
     @rule()
     def lease_all(self) -> None:
+        """Lease all tasks that engines of the newest version may run."""
         for node in self.nodes:
             while (lease := self.buffer.lease([self.version], node, nodes=self.nodes)) is not None:
                 self.leases[lease.lease_id] = lease, self.version
@@ -158,12 +170,14 @@ class Incarnation(RuleBasedStateMachine):
             self.commit()
 
     def pop(self, pick: int) -> tuple[Lease, int]:
+        """Remove and return one of the leases, with the version of its first token. `pick` chooses it."""
         key = sorted(self.leases)[pick % len(self.leases)]
         return self.leases.pop(key)
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 1000), newer=st.integers(0, 2), reward=st.sampled_from([0.0, 1.0]))
     def finish(self, pick: int, newer: int, reward: float) -> None:
+        """Deliver a finished sample. Its last token may be up to `newer` versions newer than its first one."""
         lease, start = self.pop(pick)
         later = min(self.version, start + newer)
         runs = [VersionRun(start, 2)] + ([VersionRun(later, 1)] if later > start else [])
@@ -176,18 +190,21 @@ class Incarnation(RuleBasedStateMachine):
         outcome=st.sampled_from([Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR]),
     )
     def fail(self, pick: int, outcome: Outcome) -> None:
+        """Deliver a failure."""
         lease, _ = self.pop(pick)
         self.buffer.deliver(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % len(self.nodes))
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 1000))
     def lose_node(self, pick: int) -> None:
+        """Lose a node that holds one lease."""
         lease, _ = self.pop(pick)
         self.buffer.revoke([lease.lease_id])
 
     @precondition(lambda self: self.buffer.samples.leases.to_cancel)
     @rule(tokens=st.integers(0, 5))
     def cancel(self, tokens: int) -> None:
+        """Cancel the leases that the buffer has withdrawn. Each had sampled `tokens` tokens."""
         for lease_id in self.buffer.samples.leases.to_cancel:
             if lease_id in self.leases:
                 lease, _ = self.leases.pop(lease_id)
@@ -197,6 +214,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
     def take(self) -> None:
+        """Take the next round of the step, if enough groups are complete. Check its groups and the ages of tokens."""
         groups = self.buffer.next_round(self.version)
         # What was chosen may still be gathered: other things happen meanwhile.
         self.taking = groups is None and bool(self.buffer.samples.backlog)
@@ -219,6 +237,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: self.training)
     @rule()
     def commit(self) -> None:
+        """Commit the step. After the last one, close the buffer: nothing may be left in it."""
         self.buffer.commit(self.version)
         self.version += 1
         self.training, self.taken = False, []
@@ -240,6 +259,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: self.settled)
     @rule()
     def checkpoint(self) -> None:
+        """Store the state, and begin a new file of the journal."""
         self.stored = msgspec.msgpack.encode(self.buffer.samples.snapshot())
         self.stored_version, self.stored_trained = self.version, self.buffer.samples.ledger.trained
         self.journal.begin(self.version)
@@ -255,6 +275,7 @@ class Incarnation(RuleBasedStateMachine):
     @precondition(lambda self: self.settled)
     @rule()
     def law_the_journal_leads_to_the_same_state(self) -> None:
+        """A replay of the journal leads to the state of the running buffer."""
         assert self.replay().state(until=self.version) == self.buffer.samples.snapshot()
 
     @rule(
@@ -320,10 +341,12 @@ class Incarnation(RuleBasedStateMachine):
 
     @invariant()
     def law_2_conservation(self) -> None:
+        """The ledger accounts for every task and every token."""
         self.buffer.samples.check()
 
     @invariant()
     def every_problem_was_issued_once(self) -> None:
+        """Each group has a problem of its own, and no group is counted as ended twice."""
         cursor = self.buffer.samples.source.cursor
         assert cursor.next_problem == cursor.next_group
         assert cursor.equal <= cursor.ended <= cursor.next_group
@@ -348,6 +371,7 @@ class Incarnation(RuleBasedStateMachine):
         assert any(lease is not None for lease in leases) or self.can_take()
 
     def can_take(self) -> bool:
+        """Return True if the next step could take groups now."""
         twin = self.twin()
         while (groups := twin.next_round(self.version)) is None and twin.samples.backlog:
             twin.do_slice()
