@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 async def woken_by(sent: list[Signal]) -> list[Signal]:
+    """Let a task wait for each of four signals, send `sent`, and return the signals whose tasks were woken."""
     signals = RunProgress(0)
     woken: list[Signal] = []
 

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 def peer(name: str, number: int = 1) -> Peer:
+    """Return connection `number`, of a peer with this name."""
     return Peer(number, name, "127.0.0.1:1")
 
 
@@ -49,6 +50,7 @@ class GuardedHub(Driver):
         await super().begin(*nodes)
 
     async def join(self, guest: Peer, engines: int = 1) -> p.JoinReply:
+        """Let a guest become a node with this number of engines."""
         run = await self.gate.handle(guest, p.RunRequest(p.dialect()))
         assert isinstance(run, p.RunReply)
         reply = await self.gate.handle(guest, p.JoinRequest(run.digest, engines))
@@ -56,15 +58,18 @@ class GuardedHub(Driver):
         return reply
 
     async def lease(self, node: int, capacity: int) -> list[Lease]:
+        """Ask for leases for a node, through the gate."""
         reply = await self.gate.handle(self.nodes[node], p.LeaseRequest(node, capacity))
         assert isinstance(reply, p.LeaseReply)
         return reply.leases
 
     async def bring(self, node: int, *leases: Lease) -> None:
+        """Deliver a finished sample of version 0 for each lease of a node, through the gate."""
         ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
         await self.gate.handle(self.nodes[node], p.DeliverRequest(node, ended, 0))
 
     async def refuse(self, who: Peer, request: Any, why: str) -> None:
+        """Send a request that the gate must refuse for this reason, and check that the samples are unchanged."""
         before = self.hub.samples.totals()
         name = "node-1" if who.name == "guest-77" else who.name
         with pytest.raises(ProtocolError, match=f"{name} sent a {type(request).__name__}: .*{why}"):

@@ -23,9 +23,11 @@ from tests.hub.test_trainers import Rank, World, tasks_of
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 RENDEZVOUS, STEP, COLLECTIVE, SILENCE = 500.0, 200.0, 50.0, 30.0
+"""Deadlines of the runs here, and the silence of a rank after which its incarnation ends, in seconds."""
 
 
 def config_of(ranks: int = 1, **cluster: Any) -> Config:
+    """Return a run with this number of trainer ranks and the deadlines above. `cluster`: further settings of it."""
     return msgspec.structs.replace(
         make_config(),
         cluster=ClusterConfig(gpus_per_node=0, trainer_ranks=ranks, **cluster),
@@ -53,20 +55,23 @@ async def launcher_hears(world: World, node: int, ended: set[int]) -> list[int]:
 
 
 async def begun(rank: Rank) -> None:
-    pass
+    """Leave a rank as it is: it has begun, and published nothing."""
 
 
 async def published(rank: Rank) -> None:
+    """Let a rank publish its first version."""
     await rank.publish()
 
 
 async def in_a_step(rank: Rank) -> None:
+    """Let a rank train one step, and begin the next one."""
     await rank.publish()
     await rank.step()
     await rank.fetch()
 
 
 async def after_a_commit(rank: Rank) -> None:
+    """Let a rank train two steps, without publishing the version that the second one has made."""
     await rank.publish()
     await rank.step()
     await rank.fetch()

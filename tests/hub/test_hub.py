@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 def make_config(**rollout: Any) -> Config:
+    """Return a synchronous run of 4 steps of 2 groups of 2 samples. `rollout` replaces settings of `[rollout]`."""
     base = {
         "run": {"name": "test", "steps": 4},
         "model": {"path": "fake"},
@@ -43,7 +44,15 @@ def make_config(**rollout: Any) -> Config:
 
 
 class Driver:
-    """Sends the requests of all nodes and of the only trainer rank."""
+    """Sends the requests of all nodes and of the only trainer rank to a hub of its own.
+
+    Args:
+        config: the configuration of the run.
+        kind_of: returns the kind of the problem with a seed.
+        limits: limits on the work that the hub does at once.
+        journal: the journal of the hub.
+        more: further arguments of `Hub`.
+    """
 
     def __init__(
         self,
@@ -55,7 +64,9 @@ class Driver:
     ) -> None:
         self.observer = MemoryObserver()
         self.numbers = count(1)
+        """Numbers of the reports on engines, of all nodes together."""
         self.kept = KeptStates()
+        """States that the hub has written into checkpoints."""
         self.hub = Hub(
             config,
             self.observer,
@@ -77,18 +88,22 @@ class Driver:
             await self.bring(nodes[0], lease)
 
     async def lease(self, node: int, capacity: int) -> list[Lease]:
+        """Ask for leases for a node. Returns an empty list if there is none within the long poll."""
         reply = await self.hub.handle(p.LeaseRequest(node, capacity))
         return reply.leases
 
     async def bring(self, node: int, *leases: Lease) -> None:
+        """Deliver a finished sample for each lease of a node."""
         results = [p.EndedLease(lease.lease_id, trajectory(lease.task, lease.min_version)) for lease in leases]
         await self.hub.handle(p.DeliverRequest(node, results, 0))
 
     async def fail(self, node: int, *leases: Lease) -> None:
+        """Deliver a failure of the environment for each lease of a node."""
         results = [p.EndedLease(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0)) for lease in leases]
         await self.hub.handle(p.DeliverRequest(node, results, 0))
 
     async def cancels(self, node: int) -> list[int]:
+        """Wait for leases that a node has to cancel, for one long poll. Returns their numbers."""
         reply = await self.hub.handle(p.CancelRequest(node))
         return reply.lease_ids
 
@@ -102,6 +117,7 @@ async def all_leases(driver: Driver, node: int) -> list[Lease]:
 
 
 async def took(call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
+    """Return the result of a call, and the seconds that it took."""
     start = anyio.current_time()
     result = await call()
     return result, anyio.current_time() - start
@@ -174,15 +190,18 @@ async def asked(driver: Driver, capacities: dict[int, int], then: Callable[[], A
 
 
 async def publish(driver: Driver, version: int) -> None:
+    """Publish a version, as rank 0 does."""
     await driver.hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
 
 
 async def load(driver: Driver, node: int, version: int) -> None:
+    """Report that the only engine of a node has this version."""
     status = p.EngineStatus(index=node, version=version, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
     await driver.hub.handle(p.EngineReport(node, next(driver.numbers), [status], []))
 
 
 async def trained_one_step(*nodes: int) -> Driver:
+    """Return a driver of a run with these nodes that has committed its first step and not published version 1."""
     driver = Driver(make_config())
     await driver.begin(*nodes)
     await driver.bring(0, *await driver.lease(0, 256))
@@ -195,6 +214,7 @@ async def test_what_a_version_admits_is_kept_for_the_nodes_that_load_it() -> Non
     driver = await trained_one_step(0, 1, 2)
 
     async def load_in_turn() -> None:
+        """Publish version 1, and let one node after the other load it, one each second."""
         await publish(driver, 1)
         for node in range(3):
             await anyio.sleep(1)
@@ -216,6 +236,7 @@ async def test_a_node_alone_gets_what_was_kept_for_one_that_hangs_without_asking
     got: list[float] = []
 
     async def ask() -> None:
+        """Ask for leases for node 0, and note the seconds after which each came."""
         while len(got) < 4:
             leases = await driver.lease(0, 8)
             got.extend([anyio.current_time() - begun] * len(leases))
@@ -252,6 +273,7 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
     driver = Driver(make_config())
 
     def measured(lease: Lease, **metrics: float) -> p.EndedLease:
+        """Return a finished sample in which the environment has measured these metrics."""
         made = trajectory(lease.task, 0)
         turns = [msgspec.structs.replace(made.turns[0], metrics=metrics)]
         return p.EndedLease(lease.lease_id, msgspec.structs.replace(made, turns=turns))
@@ -332,6 +354,7 @@ async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_it_is_ev
 
 
 def report(number: int, version: int) -> p.EngineReport:
+    """Return report `number` of node 0, whose only engine has this version."""
     return p.EngineReport(0, number, [p.EngineStatus(0, version, 0.0, 1.0, 0.0)], [])
 
 
@@ -358,6 +381,7 @@ async def test_others_are_served_while_a_large_batch_is_formed_and_committed() -
     turns: list[int] = []
 
     async def count_turns(call: Callable[[], Awaitable[Any]]) -> None:
+        """Append to `turns` how often another task ran during the call."""
         served = 0
         async with anyio.create_task_group() as group:
 

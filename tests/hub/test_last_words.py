@@ -14,10 +14,13 @@ from tests.hub.test_hub import Driver, make_config
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 ECHO = p.Fatal("CollectiveError", "trainer rank 0: a collective failed")
+"""Error that a rank reports if another rank is lost during a collective: an echo of the loss."""
 UNNAMED = p.Fatal("RuntimeError", "trainer rank 0 failed with RuntimeError: Connection reset")
 """An error that is no known kind of echo."""
 BUG = p.Fatal("KeyError", "trainer rank 1 failed with KeyError: 'lm_head'")
+"""Error of a class that Flash does not have, which is the cause itself."""
 NAMED = p.Fatal("CheckpointError", "trainer rank 1: cannot write")
+"""Error of Flash, which names a cause."""
 
 
 async def end_of(*words: p.Fatal, killed: float | None = None) -> tuple[FlashError, float]:

@@ -38,69 +38,94 @@ class FakeHistory:
         self._observer = observer
         self._kept = kept
         self.damaged: set[int] = set()
+        """Steps whose batches cannot be read."""
 
     async def choose_start(self, version: int) -> TrainerStart:
+        """Return the newest checkpoint; version 0 if there is none."""
         newest = max(self._kept.by_version, default=0)
         return TrainerStart(newest, f"step-{newest}")
 
     async def batch(self, step: int) -> Batch:
+        """Return the batch of a step, after the time that a disk may take. Raises RecordingError for `damaged`."""
         await anyio.sleep(0.1)
         if step in self.damaged:
             raise RecordingError(f"step-{step}.bin is damaged")
         return Batch(step, step, self._observer.samples[step], [])
 
     def same_weights(self, one: Published, other: Published) -> bool:
+        """Return True if two publications have the same `update_info`, which stands for the weights here."""
         return one.update_info == other.update_info
 
 
 class Rank:
-    """A connected trainer rank. Its weights are the list of the batches that it has trained, in order."""
+    """A connected trainer rank. Its weights are the list of the batches that it has trained, in order.
+
+    Args:
+        world: the hub to which the rank connects at once.
+        number: number of the connection.
+        index: number of the rank.
+    """
 
     def __init__(self, world: World, number: int, index: int = 0) -> None:
         self.peer = Peer(number, f"trainer-{index}", "127.0.0.1:1")
         self._world = world
         self.index = index
         self.process = 1000 + number
+        """Process id, different for each connection."""
         self.version = 0
+        """Version that the rank holds."""
         self.shards: dict[int, Shard] = {}
+        """Shard of each step that the rank has fetched."""
         world.gate.arrived(self.peer)
 
     async def call(self, request: Request[ReplyT], timeout: float = 60.0) -> ReplyT:
+        """Send a request through the gate. `timeout` is there for `fetch_shard`, and not used."""
         reply: Any = await self._world.gate.handle(self.peer, request)
         return reply
 
     async def begin(self) -> p.IncarnationReply:
+        """Ask for the starting point, and take its version. Returns the reply."""
         reply = await self.call(p.IncarnationRequest(self.index, self.process, f"host-{self.index}"))
         self.version = int((reply.checkpoint or "0").removeprefix("step-"))
         return reply
 
     async def publish(self, weights: bytes = b"") -> None:
+        """Publish the version that the rank holds. `weights`: other weights than the usual ones of this version."""
         canary = Canary([1, 2], [-1.0 if not weights else -1.25])
         made = Published(self.version, "tcp", weights or str(self.version).encode(), canary)
         await self.call(p.PublishRequest(made))
 
     async def fetch(self) -> p.BatchReply:
+        """Fetch the shard of the next step. Returns the reply, which has no shard if training ends."""
         reply = await fetch_shard(self, self.index, self.version, 60.0)
         if reply.shard is not None:
             self.shards[self.version] = reply.shard
         return reply
 
     async def commit(self) -> None:
+        """Commit the step whose shard was fetched."""
         await self.call(p.Commit(self.version, {}))
         self.version += 1
 
     async def step(self) -> p.BatchReply:
+        """Train one whole step and publish its version. Returns the reply with the shard."""
         reply = await self.fetch()
         await self.commit()
         await self.publish()
         return reply
 
     def die(self) -> None:
+        """End the connection, as the death of the process does."""
         self._world.gate.left(self.peer)
 
 
 class World:
-    """A hub behind its gate, trainer ranks, and a node that runs every task it can get."""
+    """A hub behind its gate, trainer ranks, and a node that runs every task it can get.
+
+    Args:
+        config: the configuration of the run; None: the one of `make_config`.
+        history: True if the hub keeps the batches that restarted ranks train again.
+    """
 
     def __init__(self, config: Config | None = None, *, history: bool = True) -> None:
         self.config = config or make_config()
@@ -111,7 +136,14 @@ class World:
     def open(
         self, history: FakeHistory | None, state: HubState | None, start: TrainerStart, incarnation: int = 0
     ) -> None:
-        """Start a hub."""
+        """Start a hub.
+
+        Args:
+            history: checkpoints and batches for restarted ranks; None if there are none.
+            state: state of the previous hub; None in a new run.
+            start: starting point of the first ranks.
+            incarnation: number of the hub process.
+        """
         self.hub = Hub(
             self.config,
             self.observer,
@@ -121,10 +153,15 @@ class World:
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0
+        """Number of reports on the engine so far."""
         self.engine = -1
+        """Version of the node's engine; -1 if it has none."""
         self.ranks = 10
+        """Number of the last connection of a rank."""
         self.ended: list[RunEnd | FlashError] = []
+        """Result or error of the run, once it has ended."""
         self.over = anyio.Event()
+        """Set when the run has ended."""
 
     def reopen(self, incarnation: int = 0) -> None:
         """Kill the hub, and start the next one at the same version, with ranks that start from version 0."""
@@ -136,6 +173,7 @@ class World:
         self.open(self.history, HubState(replay.reached, buffer, journal=0), TrainerStart(0, "step-0"), incarnation)
 
     def rank(self, index: int = 0) -> Rank:
+        """Return rank `index` with a new connection."""
         self.ranks += 1
         return Rank(self, self.ranks, index)
 
@@ -149,6 +187,7 @@ class World:
         return rank
 
     async def report(self, version: int) -> None:
+        """Report that the engine has this version."""
         self.engine, self.reports = version, self.reports + 1
         status = p.EngineStatus(0, version, 0.0, 1.0, 0.0)
         await self.hub.handle(p.EngineReport(0, self.reports, [status], []))
@@ -166,12 +205,14 @@ class World:
                     return
 
     async def until_it_fails(self) -> None:
+        """Run the node until the run is over. An error of the run reaches the node, too, and is ignored here."""
         try:
             await self.roll_out()
         except* FlashError:
-            pass  # the run's own end, of which the node is told
+            pass
 
     async def load(self) -> None:
+        """Let the engine load each new version, until the run is over."""
         while True:
             reply = await self.hub.handle(p.VersionRequest(0, self.engine))
             if reply.published is not None:
@@ -180,10 +221,12 @@ class World:
                 return
 
     async def listen(self) -> None:
+        """Ask for leases to cancel until the run is over. These requests are also the heartbeats of the node."""
         while not (await self.hub.handle(p.CancelRequest(0))).done:
             pass
 
     async def watch(self) -> None:
+        """Run the hub, and keep its result or its error."""
         try:
             self.ended.append(await self.hub.run())
         except FlashError as error:
@@ -201,6 +244,7 @@ class World:
             tasks.cancel_scope.cancel()
 
     async def to_the_end(self, rank: Rank) -> None:
+        """Let the only rank train all steps that are left, write a checkpoint, and leave."""
         while (await rank.fetch()).shard is not None:
             await rank.commit()
             await rank.publish()
@@ -209,6 +253,7 @@ class World:
 
 
 def tasks_of(shard: Shard) -> list[int]:
+    """Return the numbers of the tasks of a shard's samples."""
     return [sample.trajectory.task.task_id for sample in shard.samples]
 
 
@@ -543,7 +588,9 @@ async def test_ranks_that_stay_away_end_the_run_by_its_deadline() -> None:
 
 
 RANKS = 3
+"""Number of ranks of a `Run`."""
 STEPS = 12
+"""Number of steps of a `Run`."""
 
 
 class Run:
@@ -554,11 +601,15 @@ class Run:
         self.progress = RunProgress(0)
         self.incarnations = Incarnations(RANKS, self.progress, 0)
         self.hubs = 1
+        """Number of hub processes so far."""
         self.booked: list[int] = []
+        """Steps that were counted, in order."""
         self.spread: list[int] = []
+        """Versions that engines were given, in order."""
         self.trained: dict[tuple[int, int], list[int]] = {}
         """Steps that each incarnation of each hub has trained, in order."""
         self.checkpoints = [0]
+        """Versions with a checkpoint, in order."""
         self.late: list[int] = []
         """Incarnations that are over and whose ranks may still send something."""
 
@@ -574,10 +625,12 @@ class Run:
         return number
 
     def publish(self, incarnation: int) -> None:
+        """Publish the version of the ranks, if their incarnation is not over."""
         if self.incarnations.is_current(incarnation) and self.incarnations.publish():
             self.spread.append(self.progress.trainer_version)
 
     def commit(self, incarnation: int) -> None:
+        """Commit the step of the ranks, if their incarnation is not over."""
         if not self.incarnations.is_current(incarnation):
             return
         step = self.progress.trainer_version
@@ -608,6 +661,7 @@ class Run:
             self.publish(incarnation)
 
     def until_it_ends(self) -> None:
+        """Let random events happen until the run has trained all steps."""
         incarnation = self.begin()
         while self.progress.version < STEPS:
             event = self.dice.random()
