@@ -26,6 +26,7 @@ from flash.http.server import MAX_JSON_VALUES, HttpAddress, open_socket, read_bo
 pytestmark = pytest.mark.anyio
 
 END_S = 30.0
+"""Seconds after which a test that hangs fails."""
 
 
 class App:
@@ -33,21 +34,24 @@ class App:
 
     def __init__(self) -> None:
         self.may = anyio.Event()
+        """Set while requests may be answered."""
         self.may.set()
         self.passes = 0
         """Turns of the loop that other tasks have had."""
         self.came = anyio.Event()
-        """A body has."""
+        """Set when a whole body has arrived."""
         self.read: list[int] = []
-        """Passes that a body took."""
+        """Value of `passes` that each body took to arrive."""
         self.app = Starlette(routes=[Route("/", self._answer, methods=["POST"])])
 
     async def count(self) -> None:
+        """Count the turns of the loop until this is cancelled."""
         while True:
             self.passes += 1
             await anyio.lowlevel.checkpoint()
 
     async def _answer(self, request: Request) -> Response:
+        """Read the body, wait until the test allows the answer, and answer with the length of the body."""
         before = self.passes
         data = await read_body(request, 1 << 24)
         self.read.append(self.passes - before)
@@ -58,6 +62,7 @@ class App:
 
 @asynccontextmanager
 async def served(app: App, limits: HttpLimits | None = None) -> AsyncIterator[str]:
+    """Serve the application at a free port during the block. Yields the URL."""
     address = HttpAddress()
     async with serving(app.app, open_socket(address), address, limits) as url, anyio.create_task_group() as tasks:
         tasks.start_soon(app.count)

@@ -15,6 +15,7 @@ from tests.samples.cases import lease_all, make_buffer, trajectory
 
 
 def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:
+    """Train the step of this version, and return its row."""
     assert buffer.next_round(version) is not None
     buffer.commit(version)
     return metrics.row(version + 1, {}, {}, buffer.samples, [], now=float(version))

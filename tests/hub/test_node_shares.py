@@ -17,6 +17,7 @@ NODES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, 
 
 
 def loads_of(nodes: list[tuple[int, int]]) -> list[NodeLoad]:
+    """Return the loads of nodes as in `NODES`."""
     return [NodeLoad(node, held, held + free) for node, (held, free) in enumerate(nodes)]
 
 

@@ -25,6 +25,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config:
+    """Return a run with this number of GPUs on each node and this backend for weights.
+
+    `cluster` replaces settings of `[cluster]`.
+    """
     config = make_config()
     return msgspec.structs.replace(
         config,
@@ -35,6 +39,10 @@ def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config
 
 
 def ask(members: NodeRegistry, engines: int, own: int = 0) -> tuple[int | None, int]:
+    """Let a node with this number of engines join. Returns the number of the node, and of its first engine.
+
+    `own`: number that a node with trainer ranks has in the job.
+    """
     run = members.describe_run(p.RunRequest(p.dialect()), 0, ending=False)
     reply = members.join(p.JoinRequest(run.digest, engines, own))
     return reply.node, reply.first_engine

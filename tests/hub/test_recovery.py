@@ -14,6 +14,7 @@ from tests.samples.cases import make_buffer
 
 
 def make_config(**tables: Any) -> Config:
+    """Return a run of 4 steps of 16 samples in groups of 4. `tables` replaces settings, by table."""
     base = {
         "run": {"name": "test", "steps": 4},
         "model": {"path": "fake"},
@@ -26,6 +27,7 @@ def make_config(**tables: Any) -> Config:
 
 
 def stored_state() -> bytes:
+    """Return the encoded state of such a run at version 3, without samples."""
     return msgspec.msgpack.encode(HubState(3, make_buffer(batch=16, group=4).samples.snapshot(), journal=0))
 
 

@@ -22,10 +22,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 def with_deadlines(config: Config, **seconds: float) -> Config:
+    """Return the configuration with these `[deadlines]`, and the default for all others."""
     return msgspec.structs.replace(config, deadlines=DeadlinesConfig(**seconds))
 
 
 def version(number: int) -> p.PublishRequest:
+    """Return the request with which rank 0 publishes a version."""
     return p.PublishRequest(Published(number, "tcp", b"", Canary([1, 2], [-1.0])))
 
 
@@ -35,15 +37,17 @@ class Run(Driver):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.ended: dict[str, float] = {}
+        """Times of events, by a name that the test gives them."""
 
     async def watched(self, *acts: Callable[[], Awaitable[Any]]) -> DeadlineError:
         """Return the error that ends the run while these functions run."""
 
         async def act(each: Callable[[], Awaitable[Any]]) -> None:
+            """Run one function. The error of the run also ends its requests, and is not an error of the test."""
             try:
                 await each()
             except DeadlineError:
-                await anyio.sleep_forever()  # the run's own error, told to whoever waits for the hub
+                await anyio.sleep_forever()
 
         errors: list[DeadlineError] = []
         async with anyio.create_task_group() as group:
@@ -57,6 +61,7 @@ class Run(Driver):
         return errors[0]
 
     async def report(self, node: int, *versions: int) -> None:
+        """Report the living engines of a node, by their versions; -1 for an engine that has none yet."""
         statuses = [p.EngineStatus(10 * node + at, number, 0.0, 1.0, 0.0) for at, number in enumerate(versions)]
         await self.hub.handle(p.EngineReport(node, next(self.numbers), statuses, []))
 
@@ -428,6 +433,7 @@ class SlowJournal(NoJournal):
     """A journal whose disk takes 10 s."""
 
     async def written(self) -> None:
+        """Wait for the disk."""
         await anyio.sleep(10)
 
 

@@ -32,6 +32,7 @@ def streamed(batch: int = 8, **train: Any) -> Config:
 
 
 async def round_of(driver: Driver, number: int, rank: int = 0, step: int = 0) -> Shard:
+    """Return a rank's shard of round `number` of a step. Raises TimeoutError if the round cannot be formed now."""
     with anyio.fail_after(1):
         reply = await driver.hub.handle(p.BatchRequest(rank, step, [], 0, number))
     assert reply.shard is not None
@@ -39,6 +40,7 @@ async def round_of(driver: Driver, number: int, rank: int = 0, step: int = 0) ->
 
 
 def tasks_of(*shards: Shard) -> list[int]:
+    """Return the numbers of the tasks of all samples in these shards."""
     return [sample.trajectory.task.task_id for shard in shards for sample in shard.samples]
 
 

@@ -132,6 +132,10 @@ class NextHub:
         self.config, self.journal = make_config(), MemoryJournal()
 
     async def begin(self) -> None:
+        """Let the first hub lease tasks to both nodes, take one result, and die. Start the second hub.
+
+        `lost` are the leases of node 0, and `held` are the leases of node 1. The result of the last one was delivered.
+        """
         driver = Driver(self.config, journal=self.journal, recovered=RecoveredState(hub_number=1))
         run = await driver.hub.handle(p.RunRequest(p.dialect()))
         await driver.hub.handle(p.JoinRequest(run.digest, 1))
@@ -142,6 +146,7 @@ class NextHub:
         self.reopen(2)
 
     def reopen(self, incarnation: int) -> None:
+        """Start hub process number `incarnation` with the state that the journal leads to."""
         replay = Replay(None, 0)
         for event in self.journal.events:
             replay.apply(event)
@@ -158,15 +163,18 @@ class NextHub:
         self.gate.arrived(self.peer)
 
     async def join(self) -> None:
+        """Let the node that has outlived the first hub join this one, as node 1."""
         run = await self.hub.handle(p.RunRequest(p.dialect()))
         assert (await self.gate.handle(self.peer, p.JoinRequest(run.digest, 1))) == p.JoinReply(1, 1)
 
     async def claim(self, *leases: Lease) -> list[int]:
+        """Present leases to the hub. Returns the numbers of the leases that the node keeps."""
         reply = await self.gate.handle(self.peer, p.ClaimRequest(1, list(leases)))
         assert isinstance(reply, p.ClaimReply)
         return reply.lease_ids
 
     async def bring(self, lease: Lease) -> None:
+        """Deliver a finished sample for a lease of node 1, through the gate."""
         ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
         await self.gate.handle(self.peer, p.DeliverRequest(1, ended, 0))
 
@@ -277,8 +285,10 @@ class SlowJournal(MemoryJournal):
     def __init__(self) -> None:
         super().__init__()
         self.disk = anyio.Event()
+        """Set by the test when the events are written."""
 
     async def written(self) -> None:
+        """Wait until the test says that the events are written."""
         await self.disk.wait()
 
 

@@ -25,6 +25,10 @@ from tests.samples.cases import trajectory
 
 
 def group_of(group_id: int, runs: list[list[VersionRun]], earlier: list[BatchSample]) -> Group:
+    """Return a group with a finished member for each entry of `runs`, the versions of the member's tokens.
+
+    The reward of a member is its index. `earlier` are members that earlier steps have trained.
+    """
     members = []
     for index, versions in enumerate(runs):
         task = Task(10 * group_id + index, group_id, index, seed=0)
@@ -35,6 +39,7 @@ def group_of(group_id: int, runs: list[list[VersionRun]], earlier: list[BatchSam
 
 
 def dealt(ranks: int) -> list[Shard]:
+    """Return the shards of a batch of two groups, one of which was trained in part before."""
     before = BatchSample(5, 0.5, 1, 3, False, [0.5])
     groups = [
         group_of(4, [[VersionRun(1, 2), VersionRun(2, 4)], [VersionRun(1, 3)]], []),

@@ -24,6 +24,7 @@ from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, 
 
 
 def fail(lease: Lease, outcome: Outcome = Outcome.ENV_ERROR, tokens: int = 0) -> Failure:
+    """Return a failure of the task of a lease, for which this number of tokens was sampled."""
     return Failure(lease.task, outcome, "boom", tokens)
 
 
@@ -454,6 +455,7 @@ def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
 
 
 def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
+    """Train a step whose batch can be formed, and return its groups."""
     groups = buffer.next_round(step)
     assert groups is not None
     buffer.commit(step)

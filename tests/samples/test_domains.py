@@ -29,18 +29,23 @@ from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.samples.cases import lease_all, trajectory, void
 
 ANY = GroupFilter()
+"""Filter that keeps all groups."""
 DIFFERENT = GroupFilter(drop_equal_rewards=True)
+"""Filter that keeps only groups with different rewards."""
 
 
 def own(weight: float, group_size: int, kept: GroupFilter) -> DomainSettings:
+    """Return the settings of a domain with this weight, size of groups and filter."""
     return DomainSettings(weight=weight, group_size=group_size, filter=kept)
 
 
 def rules(**weights: float) -> dict[str, DomainSettings]:
+    """Return domains with these weights, groups of two samples, and no filter."""
     return {name: own(weight, 2, ANY) for name, weight in weights.items()}
 
 
 def by_turns(names: str) -> Any:
+    """Return a function from a seed to the kind of its problem: each letter of `names` in turn."""
     return lambda seed: names[seed % len(names)]
 
 
@@ -56,6 +61,19 @@ def buffer_of(
     step: int = 0,
     **more: Any,
 ) -> SampleBuffer:
+    """Return a buffer of a run with these domains.
+
+    Args:
+        domains: settings of each domain, by names of one letter.
+        alpha: the asynchronous ratio.
+        groups: number of groups of a step.
+        steps: number of steps of the run.
+        drift: number of batches by which a domain may be ahead of its share.
+        journal: records the events; None: a journal that the test does not need.
+        state: the state that an earlier buffer has left; None in a new run.
+        step: the version from which the run continues.
+        more: further fields of `BufferRules`.
+    """
     more = {"sampling": PLAIN} | more
     made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
     cursor = None if state is None else state.cursor
@@ -287,6 +305,7 @@ class Timed:
     def __init__(
         self, seed: int, domains: dict[str, DomainSettings], latency: dict[str, float], **options: Any
     ) -> None:
+        """Make a run. `latency` has the usual seconds of a sample, by domain, and `options` is for `buffer_of`."""
         self.drawn = (seed, domains, latency, options)
         self.dice = random.Random(seed)
         self.journal = MemoryJournal()
@@ -298,14 +317,20 @@ class Timed:
         self.crowded = False
         """True if groups of some domains may have taken all places. Then a step takes them although they are ahead."""
         self.events: list[tuple[float, int, Lease, int]] = []
+        """Heap of the samples that run: the time of the end, a number that makes the order unique, the lease, and the
+        version that has sampled the first token."""
         self.order = count()
         self.trained = Counter[str]()
+        """Number of trained groups, by domain."""
         self.counted: set[int] = set()
+        """Groups that are counted in `trained`. A group that is trained in parts counts once."""
 
     def __repr__(self) -> str:
+        """Return an expression that makes this run again, for the report of hypothesis."""
         return f"Timed{self.drawn}"
 
     def run(self) -> None:
+        """Train all steps. `ready_at` is the time at which the trainer is ready for the next step."""
         ready_at = 0.0
         while self.version < self.steps:
             for lease in lease_all(self.buffer, self.version):
@@ -323,6 +348,7 @@ class Timed:
         self.check()
 
     def end(self, lease: Lease, began: int) -> None:
+        """Deliver a sample that version `began` has begun, unless its lease was withdrawn."""
         if lease.lease_id in self.buffer.samples.leases.to_cancel:
             return
         versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
@@ -331,6 +357,7 @@ class Timed:
         self.tidy()
 
     def step(self) -> bool:
+        """Train a step if its batch can be formed. Returns False if not."""
         if not self.buffer.has_round(self.version):
             return False
         if not self.drift and not self.buffer.samples.leases.out and not self.buffer.available(self.version):
@@ -353,10 +380,12 @@ class Timed:
         return True
 
     def tidy(self) -> None:
+        """Do all postponed work."""
         while self.buffer.do_slice():
             pass
 
     def check(self) -> None:
+        """Check the ledger, and that no domain is further from its share than the drift allows."""
         self.buffer.samples.check()
         if self.drawn[3].get("on_expire") == "wait":
             assert not self.drift or Outcome.STALE not in self.buffer.samples.ledger.discarded_tokens
@@ -372,6 +401,7 @@ class Timed:
 
 @st.composite
 def runs(draw: st.DrawFn) -> Timed:
+    """Draw a run with two to four domains, whose weights and latencies may differ much."""
     names = "abcd"[: draw(st.integers(2, 4))]
     domains = {
         name: own(

@@ -56,16 +56,19 @@ def test_held_out_problems_have_a_temperature_of_their_own() -> None:
 
 
 def take(evaluations: Evaluations) -> Lease:
+    """Lease the next task of the running round to a node with an engine of version 0."""
     lease = evaluations.lease([0])
     assert lease is not None
     return lease
 
 
 def fail(evaluations: Evaluations, lease: Lease, outcome: Outcome) -> dict[str, float] | None:
+    """Deliver a failure. Returns the row of the round if this was its last result."""
     return evaluations.deliver(lease.lease_id, Failure(lease.task, outcome, "boom", 0), node=0)
 
 
 def bring(evaluations: Evaluations, lease: Lease) -> dict[str, float] | None:
+    """Deliver a finished sample. Returns the row of the round if this was its last result."""
     return evaluations.deliver(lease.lease_id, trajectory(lease.task, 0), node=0)
 
 

@@ -13,14 +13,17 @@ from tests.samples.cases import in_order
 
 
 def members(number: int) -> list[Member]:
+    """Return this number of tasks, each the only one of its group."""
     return [Member(Task(index, index, 0, index)) for index in range(number)]
 
 
 def waiting(table: LeaseTable) -> list[int]:
+    """Return the numbers of the waiting tasks, in the order in which they would be leased."""
     return [member.task.task_id for member in in_order(table.queue)]
 
 
 def table_of(tasks: list[Member], *, evaluation: bool = False) -> LeaseTable:
+    """Return a table in which these tasks wait, in the order of training or of an evaluation."""
     table = LeaseTable(count(), retries=1, key_of=by_attempt if evaluation else by_issue)
     for member in tasks:
         table.put(member)

@@ -43,6 +43,7 @@ COMPLETE = st.lists(st.tuples(st.just("done"), VERSIONS), min_size=2, max_size=2
 
 
 def make_group(group_id: int, members: list[tuple[str, int]]) -> Group:
+    """Return a group that needs two results. Each member has a state and the oldest version of its tokens."""
     made: list[Member] = []
     for index, (state, version) in enumerate(members):
         task = Task(group_id * 4 + index, group_id, index, 0, kind="ab"[group_id % 2])
@@ -52,6 +53,7 @@ def make_group(group_id: int, members: list[tuple[str, int]]) -> Group:
 
 
 def oldest_of(group: Group) -> int | None:
+    """Return the oldest version that a token of a leased or finished member can have; None if there is none."""
     return min((member.oldest_version for member in group.members if member.state in ("leased", "done")), default=None)
 
 

@@ -32,11 +32,14 @@ class Watching(MemoryJournal):
     def __init__(self) -> None:
         super().__init__()
         self.buffer: SampleBuffer | None = None
+        """Buffer whose states are kept. None until it is made, because it records its first event itself."""
         self.moments: dict[int, bytes] = {}
         """States by the number of events before them."""
 
     def record(self, event: Event) -> None:
+        """Keep the state before the event, if a checkpoint is possible then. Record the event."""
         if self.buffer is not None:
+            # `snapshot` asserts that no batch is in training and no backlog is left.
             with suppress(AssertionError):
                 self.moments[len(self.events)] = msgspec.msgpack.encode(self.buffer.samples.snapshot())
         super().record(event)
@@ -49,24 +52,29 @@ class Incarnation:
         self._buffer = buffer
         self._dice = dice
         self._held: dict[int, Lease] = {}
+        """Leases that nodes hold, by number."""
         self.version = version
         self.training = False
+        """True while a step is trained."""
         self.batches: dict[int, set[int]] = {}
         """Groups of each step."""
 
     def go_on(self, events: int) -> None:
+        """Let this number of random events happen. An error of the breaker leaves a sound state, and is ignored."""
         happens = (self.lease, self.lease, self.end, self.end, self.end, self.cancel, self.lose, self.tidy, self.train)
         for _ in range(events):
             with suppress(BreakerError):
                 self._dice.choice(happens)()
 
     def lease(self) -> None:
+        """Lease one task, and sometimes the rest of its group, to a random node."""
         lease = self._buffer.lease([self.version], self._dice.randrange(3), nodes=range(3))
         if lease is not None:
             rest = self._buffer.lease_rest(lease, [self.version]) if self._dice.random() < 0.5 else []
             self._held |= {each.lease_id: each for each in (lease, *rest)}
 
     def end(self) -> None:
+        """Deliver a random result of a random lease."""
         if not self._held:
             return
         dice, lease = self._dice, self._held.pop(self._dice.choice(sorted(self._held)))
@@ -76,21 +84,25 @@ class Incarnation:
         self._buffer.deliver(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
 
     def cancel(self) -> None:
+        """Cancel one of the leases that the buffer has withdrawn."""
         if self._buffer.samples.leases.to_cancel and (
             lease := self._held.pop(self._buffer.samples.leases.to_cancel.pop(), None)
         ):
             self._buffer.deliver(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
 
     def lose(self) -> None:
+        """Lose the nodes of some leases."""
         if self._held:
             lost = self._dice.sample(sorted(self._held), self._dice.randint(1, len(self._held)))
             self._held = {number: lease for number, lease in self._held.items() if number not in lost}
             self._buffer.revoke(lost)
 
     def tidy(self) -> None:
+        """Do one slice of the postponed work."""
         self._buffer.do_slice()
 
     def train(self) -> None:
+        """Begin the next step if its batch can be formed. Commit the step if one is trained already."""
         if not self.training:
             groups = self._buffer.next_round(self.version)
             if groups is not None:
@@ -102,6 +114,7 @@ class Incarnation:
 
 
 def replayed(state: BufferState | None, version: int, events: Sequence[Event]) -> Replay:
+    """Return a replay of these events, encoded and decoded, after the checkpoint `state` of a version."""
     replay = Replay(state, version)
     for event in events:
         replay.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event))

@@ -1,3 +1,5 @@
+"""Servers for the tests of connections: one of Flash, and one that does what a test tells it to."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +17,7 @@ from flash.transport.auth import admit_client
 
 @pytest.fixture
 def token() -> bytes:
+    """Return a token for one test."""
     return new_token()
 
 

@@ -1,3 +1,5 @@
+"""The proof of the token: who is refused, and what each end learns."""
+
 from __future__ import annotations
 
 import asyncio
@@ -18,14 +20,17 @@ pytestmark = pytest.mark.anyio
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Ask`."""
+
     name: str
 
 
 class Ask(Request[Answer], frozen=True, tag=True):
-    pass
+    """Request for the name by which the server knows its peer."""
 
 
 async def tell_name(peer: Peer, request: Ask) -> Answer:
+    """Answer a peer with its own name."""
     return Answer(peer.name)
 
 

@@ -1,3 +1,5 @@
+"""Calls of code without an event loop, through `BlockingClient`."""
+
 from __future__ import annotations
 
 import signal
@@ -17,10 +19,14 @@ from flash.transport import BlockingClient, Peer, Request, new_token, serve
 
 
 class Doubled(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Double`."""
+
     value: int
 
 
 class Double(Request[Doubled], frozen=True, tag=True):
+    """Request for twice the number."""
+
     value: int
 
 
@@ -29,10 +35,14 @@ class Server:
 
     def __init__(self) -> None:
         self.hanging = threading.Event()
+        """Set when a call hangs."""
         self.cancelled = threading.Event()
+        """Set when a call that hangs is cancelled."""
         self.interrupt_caller = False
+        """True if a call that hangs sends SIGINT to the main thread, as Ctrl-C does."""
 
     async def handle(self, peer: Peer, request: Double) -> Doubled:
+        """Answer one request, fail or hang."""
         if request.value < 0:
             raise EngineError("negative")
         if request.value == 0:
@@ -50,11 +60,13 @@ class Server:
 
 @pytest.fixture
 def server() -> Server:
+    """Return the server of one test."""
     return Server()
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[BlockingClient]:
+    """Give a client that is connected to `server`, during the test."""
     token = new_token()
     with start_blocking_portal() as portal:
         run = partial(serve, "127.0.0.1", 0, token, Double, server.handle, deadline=5.0)

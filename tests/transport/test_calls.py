@@ -1,3 +1,5 @@
+"""Calls over a connection: each ends once, by its reply, an error, its deadline or its cancellation."""
+
 from __future__ import annotations
 
 import time
@@ -25,23 +27,33 @@ pytestmark = pytest.mark.anyio
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Add` and to `Wait`."""
+
     value: int
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `Echo`."""
+
     data: bytes
 
 
 class Add(Request[Sum], frozen=True, tag=True):
+    """Request for the sum of two numbers."""
+
     left: int
     right: int
 
 
 class Wait(Request[Sum], frozen=True, tag=True):
+    """Request that is answered when the test releases its key."""
+
     key: int
 
 
 class Echo(Request[Data], frozen=True, tag=True):
+    """Request that is answered with its own data."""
+
     data: bytes
 
 
@@ -59,15 +71,21 @@ class Service:
 
     def __init__(self) -> None:
         self.started: dict[int, anyio.Event] = {}
+        """Set when the `Wait` of a key has come."""
         self.released: dict[int, anyio.Event] = {}
+        """Set by the test to let the `Wait` of a key be answered."""
         self.cancelled: dict[int, anyio.Event] = {}
+        """Set when the `Wait` of a key was cancelled."""
         self.error: BaseException | None = None
+        """Error that each `Add` raises; None: it is answered."""
 
     def expect(self, *keys: int) -> None:
+        """Prepare the events of these keys."""
         for key in keys:
             self.started[key], self.released[key], self.cancelled[key] = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def handle(self, peer: Peer, request: Served) -> Sum | Data:
+        """Answer one request."""
         match request:
             case Add():
                 if self.error is not None:
@@ -87,6 +105,7 @@ class Service:
 
 @pytest.fixture
 def service() -> Service:
+    """Return the service of one test."""
     return Service()
 
 

@@ -1,3 +1,5 @@
+"""Frames and their bytes."""
+
 from __future__ import annotations
 
 import struct
@@ -12,6 +14,8 @@ from flash.transport.frames import Frame, FrameDecoder, FrameKind, append_frame
 
 
 class Note(msgspec.Struct, frozen=True):
+    """Body of the frames here."""
+
     text: bytes
 
 
@@ -21,6 +25,7 @@ messages = st.lists(
 
 
 def encode(*contents: tuple[FrameKind, int, bytes | None]) -> bytes:
+    """Return the bytes of frames, each given by its kind, its call and the text of its body. None: no body."""
     buffer = bytearray()
     for kind, call, text in contents:
         append_frame(buffer, kind, call, None if text is None else Note(text))
@@ -28,6 +33,7 @@ def encode(*contents: tuple[FrameKind, int, bytes | None]) -> bytes:
 
 
 def content(frame: Frame) -> tuple[FrameKind, int, bytes | None]:
+    """Return a decoded frame in the form that `encode` takes."""
     return frame.kind, frame.call, msgspec.msgpack.decode(frame.body, type=Note).text if frame.body else None
 
 

@@ -21,10 +21,14 @@ pytestmark = pytest.mark.anyio
 
 
 class Data(msgspec.Struct, frozen=True):
+    """Reply to `Get`."""
+
     data: bytes = b""
 
 
 class Get(Request[Data], frozen=True):
+    """Request of any length."""
+
     data: bytes = b""
 
 
@@ -36,6 +40,7 @@ class Hang:
         self.ended = anyio.Event()
 
     async def handle(self, peer: Peer, request: Get) -> Data:
+        """Wait until this is cancelled."""
         self.started.set()
         try:
             await anyio.sleep_forever()
@@ -45,10 +50,12 @@ class Hang:
 
 
 async def answer(peer: Peer, request: Get) -> Data:
+    """Answer a request with its own data."""
     return Data(request.data)
 
 
 def frame(kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> bytes:
+    """Return the bytes of one frame."""
     buffer = bytearray()
     append_frame(buffer, kind, call, body)
     return bytes(buffer)
@@ -60,6 +67,7 @@ def raw(body: bytes) -> bytes:
 
 
 async def send_and_read_to_the_end(stream: SocketStream, sent: bytes) -> None:
+    """Send bytes, then read until the other end closes the connection."""
     with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
         await stream.send(sent)
         while True:
@@ -67,6 +75,7 @@ async def send_and_read_to_the_end(stream: SocketStream, sent: bytes) -> None:
 
 
 async def read_nothing(stream: SocketStream) -> None:
+    """Keep the connection open and read nothing, until this is cancelled."""
     await anyio.sleep_forever()
 
 

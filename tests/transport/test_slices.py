@@ -25,11 +25,15 @@ from tests.samples.cases import trajectory
 
 
 class Inner(msgspec.Struct):
+    """Struct inside of another one."""
+
     numbers: list[int]
     text: str = ""
 
 
 class Outer(msgspec.Struct, tag=True, rename="camel"):
+    """Struct with a tag and renamed fields, of which there are more than a short head of msgpack can count."""
+
     inner: Inner
     many_items: list[Inner]
     raw: bytes
@@ -50,6 +54,7 @@ class Outer(msgspec.Struct, tag=True, rename="camel"):
 
 
 def whole(value: Any) -> tuple[bytes, int]:
+    """Encode a value in slices, behind other bytes. Returns the encoding and the number of slices."""
     buffer = bytearray(b"before")
     slices = sum(1 for _ in encode_slices(value, buffer))
     assert buffer.startswith(b"before")

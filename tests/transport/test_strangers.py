@@ -22,14 +22,19 @@ pytestmark = pytest.mark.anyio
 
 
 class Data(msgspec.Struct, frozen=True):
+    """Reply to `Get`."""
+
     data: bytes = b""
 
 
 class Get(Request[Data], frozen=True):
+    """Request of any length."""
+
     data: bytes = b""
 
 
 async def answer(peer: Peer, request: Get) -> Data:
+    """Answer a request with its own data."""
     return Data(request.data)
 
 
