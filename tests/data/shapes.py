@@ -48,6 +48,7 @@ SUM = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 
 
 
 def talk(shape: str, *messages: Row, shown: int = 0, tools: list[Row] | None = None, **template: Any) -> Conversation:
+    """Return a conversation of these messages, of which the first `shown` are not trained."""
     return Conversation(shape, list(messages), shown, tools or [], template)
 
 

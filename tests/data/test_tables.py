@@ -25,6 +25,7 @@ FORMS = (
 )
 """Names of files, which tell how `write` writes them."""
 CELLS = (".csv", ".tsv")
+"""Suffixes of files of separated cells."""
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -47,6 +48,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def as_text(rows: list[dict[str, Any]], stem: str, suffix: str) -> str:
+    """Return rows as cells, as a JSON list, or as JSON lines with blank lines between them."""
     if suffix in ("csv", "tsv"):
         text = io.StringIO()
         names = dict.fromkeys(name for row in rows for name in row)
@@ -63,6 +65,7 @@ def as_text(rows: list[dict[str, Any]], stem: str, suffix: str) -> str:
 
 
 def values(path: Path) -> list[dict[str, Any]]:
+    """Return the values of all rows of a table."""
     return [row.values for row in read_rows(str(path))]
 
 

@@ -159,9 +159,11 @@ class Waiting(asyncio.Transport):
         self.aborted = False
 
     def get_write_buffer_size(self) -> int:
+        """Return the same size at each call."""
         return 1 << 20
 
     def abort(self) -> None:
+        """Note that the connection was ended."""
         self.aborted = True
 
 

@@ -25,10 +25,12 @@ HTTP = ("app_state", "conn", "scope", "loop", "transport", "on_response_complete
 
 
 def _missing(thing: object, names: tuple[str, ...]) -> list[str]:
+    """Return the names that an object does not have."""
     return [name for name in names if not hasattr(thing, name)]
 
 
-async def _app(scope, receive, send) -> None: ...
+async def _app(scope, receive, send) -> None:
+    """Answer nothing."""
 
 
 @pytest.mark.anyio

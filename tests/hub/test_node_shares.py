@@ -55,15 +55,20 @@ def test_the_loads_that_many_tasks_make_equal_are_those_of_one_task_after_the_ot
 
 
 class Nodes:
-    """The shares of nodes, and the leases that each node holds."""
+    """The shares of nodes, and the leases that each node holds.
+
+    `capacities` has the capacity of each node that waits, by its number behind an `n`.
+    """
 
     def __init__(self, **capacities: int) -> None:
         self.held = Counter[int]()
+        """Number of leases of each node."""
         self.shares = NodeShares(lambda node: self.held[node], unit=1)
         for name, capacity in capacities.items():
             self.shares.node_waits(int(name[1:]), capacity)
 
     def deal(self, tasks: int, now: float = 0.0, passed: tuple[int, ...] = ()) -> dict[int, int]:
+        """Return the share of each waiting node. The nodes in `passed` can run none of the tasks."""
         return self.shares.compute(tasks, now, passed)
 
 

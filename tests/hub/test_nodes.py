@@ -116,12 +116,14 @@ class Joined(Driver):
     """A run in which node 0 has an engine, and other nodes join."""
 
     async def join(self) -> int:
+        """Let a node with one engine join. Returns its number."""
         run = await self.hub.handle(p.RunRequest(p.dialect()))
         reply = await self.hub.handle(p.JoinRequest(run.digest, 1))
         assert reply.node is not None
         return reply.node
 
     async def serve(self, node: int) -> None:
+        """Report that the engine of a node has version 0."""
         status = p.EngineStatus(index=node, version=0, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
         await self.hub.handle(p.EngineReport(node, next(self.numbers), [status], []))
 

@@ -97,6 +97,7 @@ def forked(groups: int, members: int, length: int, own: int, lengths: Sequence[i
 
 
 def computed(shard: Shard) -> int:
+    """Return the number of tokens that a rank computes for a shard: shared beginnings count once."""
     order, known = run_to_end(sort_by_prefix([sample.trajectory.tokens() for sample in shard.samples]))
     return sum(shard.samples[place].trajectory.length - same for place, same in zip(order, known, strict=True))
 

@@ -756,7 +756,7 @@ def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
 def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group(
     bound: int | None, stale: dict[Outcome, int]
 ) -> None:
-    """With a larger `max_token_age` the late member keeps its first tokens, and no step waits for it."""
+    """The late member keeps its first tokens with a larger `max_token_age`, and no step waits for it."""
     buffer, late = with_a_straggler(max_token_age=bound)
     chosen = buffer.next_round(1)
     assert chosen is not None

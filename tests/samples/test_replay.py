@@ -184,6 +184,7 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
 
 
 def one_step(buffer: SampleBuffer, step: int) -> None:
+    """Lease and finish all tasks of this version, and form the batch of the step."""
     finish_all(buffer, lease_all(buffer, step), step)
     assert buffer.next_round(step) is not None
 
@@ -259,6 +260,7 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
 
 
 def trained(buffer: SampleBuffer, step: int) -> None:
+    """Train a step whose batch can be formed, and do all postponed work."""
     assert buffer.next_round(step) is not None
     buffer.commit(step)
     while buffer.do_slice():

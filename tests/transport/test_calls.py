@@ -111,6 +111,7 @@ def service() -> Service:
 
 @pytest.fixture
 async def client(serving, token: bytes, service: Service):
+    """Give a client that is connected to `service`, during the test."""
     async with (
         serving(Served, service.handle) as port,
         connect("127.0.0.1", port, token, "me", 5) as client,

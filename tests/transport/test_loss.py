@@ -62,7 +62,7 @@ def frame(kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> byt
 
 
 def raw(body: bytes) -> bytes:
-    """A request whose body nobody encoded."""
+    """Return the bytes of a REQUEST frame with this body, which need not be msgpack."""
     return struct.pack("!IBQ", len(body) + 9, FrameKind.REQUEST, 1) + body
 
 

@@ -127,6 +127,7 @@ class Sink:
         self.sent = bytearray()
 
     async def send(self, data: bytes) -> None:
+        """Keep the data."""
         self.sent += data
 
 

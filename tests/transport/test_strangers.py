@@ -40,7 +40,7 @@ async def answer(peer: Peer, request: Get) -> Data:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[int]:
-    """The process may open only some more than it has; gives how many in all."""
+    """Let the process open only 60 more files than it has open now. Gives the largest number of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len(os.listdir("/proc/self/fd")) + 60
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
@@ -50,7 +50,7 @@ def few_descriptors() -> Iterator[int]:
 
 @pytest.fixture
 def idle() -> Iterator[Callable[[int], socket.socket]]:
-    """Connects to a port and says nothing, until the end of the test."""
+    """Give a function that connects to a port and sends nothing. The connections stay open until the test ends."""
     with ExitStack() as stack:
 
         def call(port: int) -> socket.socket:
