@@ -105,9 +105,10 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_masks(cls, masks: Sequence[bytes | None], token_ids: Sequence[int]) -> Kept:
-        """Encode the mask of each drawn token, in the form of `masks`. None: the whole vocabulary.
+        """Encode the mask of each drawn token, in the form of `Kept.masks`. None: the whole vocabulary.
 
-        A set of few tokens is stored as their ids, if these take less memory than the mask.
+        A set of few tokens is stored as their ids, if these take less memory than the mask. `token_ids` are the drawn
+        tokens, which are left out of the ids.
         """
         ids, counts, large = list[Int32Array](), list[int](), dict[bytes, int]()
         for mask, token in zip(masks, token_ids, strict=True):

@@ -240,6 +240,7 @@ def spoken(messages: Iterable[Given], place: str) -> list[Message]:
     Raises:
         ConfigError: a message has an unknown role, or a field of a wrong type.
     """
+    # The code that reads requests of the chat API also checks these messages. Its errors name the wrong field.
     try:
         return messages_of(msgspec.convert(list(messages), list[ChatMessage]))
     except ApiError as error:
@@ -628,6 +629,7 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
     Raises:
         ConfigError: the value is none of these, or a function has no name.
     """
+    # `functions` is the older name of OpenAI's API.
     given = values.get("tools") or values.get("functions") or []
     if isinstance(given, str):
         parsed = json_of(given)
@@ -644,6 +646,7 @@ def _tools(values: Mapping[str, Any], place: str) -> list[Given]:
         function = cast("Given", without_nulls(function))
         if not isinstance(function.get("name"), str):
             raise ConfigError(f"{place}: a tool must have the `name` of a function, but is {one!r:.100}")
+        # A function alone may have a `type` among its own fields, which belongs to the object around it.
         kind = tool.get("type", "function") if "function" in tool else "function"
         tools.append({"type": kind, "function": {key: value for key, value in function.items() if key != "type"}})
     return tools
@@ -685,7 +688,7 @@ def _answer(value: Any, place: str) -> str:
         if not math.isfinite(value):
             raise ConfigError(f"{place} is {value}, which is no answer; leave the row out")
         return str(int(value)) if value.is_integer() and abs(value) < EXPONENT_FROM else repr(value)
-    if isinstance(value, Decimal):  # from Parquet or Arrow
+    if isinstance(value, Decimal):  # from Parquet or Arrow; written without an exponent and without zeros at its end
         return f"{value.normalize():f}"
     if isinstance(value, list) and len(cast("list[Any]", value)) == 1:
         return _answer(value[0], place)

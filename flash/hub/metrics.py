@@ -137,7 +137,7 @@ class StepMetrics:
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """Return the row of a step, and set the sums back to 0 for the next row.
+        """Return the row of a step: numbers by the names of their columns. Sets the sums back to 0 for the next row.
 
         The ledger has only totals, so a number of this step is the difference to the total at the last row.
 
@@ -150,7 +150,7 @@ class StepMetrics:
             now: Unix seconds.
         """
         ledger = samples.ledger
-        ran = self._since is not None
+        ran = self._since is not None  # False if this hub has leased no training task before the step was trained
         step_s = trainer.get("trainer_step_s", 0.0)
         # The smallest value keeps a division by `elapsed` possible if no time was measured.
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)

@@ -114,7 +114,7 @@ class Nodes:
         return [*(self._describe(node, rank_nodes) for node in self._registry.numbers), *reversed(self._statuses.gone)]
 
     def _describe(self, node: int, rank_nodes: Collection[int]) -> NodeNow:
-        """Describe one node for people."""
+        """Describe one node for people. `rank_nodes` are the nodes of the trainer ranks that are present."""
         status, holders = self._statuses.of(node), self._work.holders
         if status is not None:
             # The status is some seconds old. Reports of engines come at once, so their versions are shown.

@@ -204,7 +204,7 @@ class SampleBuffer:
 
         The batch of the step is whole if `samples.batches.open` is False afterwards. The groups leave the pool in
         slices: if `None` is returned and there is a backlog, the caller calls `do_slice` and then this function again.
-        If there is no backlog, too few groups are complete. Raises BreakerError as `do_slice` does.
+        If there is no backlog, too few groups are complete.
         """
         samples = self.samples
         if samples.backlog:
