@@ -163,7 +163,7 @@ async def serving(
 ) -> AsyncGenerator[str]:
     """Serve an application during the block, which begins when the socket listens. Yields the URL.
 
-    When the block ends, requests in progress have SHUTDOWN_S seconds to finish.
+    When the block ends, requests in progress have SHUTDOWN_S seconds to finish, and are cancelled then.
 
     Args:
         app: the ASGI application. It sets `scope["state"]["token"]` of requests with a valid token, so that their
@@ -178,6 +178,8 @@ async def serving(
     limits = limits or HttpLimits()
     # The process also opens other files, so connections get at most half of the number that it may open.
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    # Off are websockets, startup events, uvicorn's logs, the header that names uvicorn, and the trust in headers by which
+    # a proxy names the client.
     config = uvicorn.Config(
         BoundedBodies(app, limits),
         http=http_protocol(limits, connections),
@@ -191,7 +193,7 @@ async def serving(
         ssl_keyfile=address.key,
         backlog=ACCEPTED,
         limit_concurrency=connections,
-        timeout_keep_alive=max(1, int(limits.idle_s)),
+        timeout_keep_alive=max(1, int(limits.idle_s)),  # uvicorn takes whole seconds
         timeout_graceful_shutdown=SHUTDOWN_S,
         h11_max_incomplete_event_size=limits.head_bytes,
     )

@@ -433,6 +433,8 @@ class TrainerRanks:
         moment at which the last heartbeat of a rank could be too old. Before it ends the incarnation, it waits
         `waits.SECOND_LOOK_S`: if the hub's own loop was blocked, a heartbeat may have arrived that is not read yet.
         """
+        # A heartbeat comes only every `waits.BEAT_S`, so with a limit below `waits.SILENT_S` a healthy rank could seem
+        # silent.
         limit = max(self._config.deadlines.request, waits.SILENT_S)
         while True:
             beats = [rank.heartbeat for rank in self.incarnations.ranks if rank.heartbeat is not None]

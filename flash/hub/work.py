@@ -449,7 +449,7 @@ class NodeWork:
 
         This loop does the buffer's backlog (`tidy`), and grants the tasks that `grant_leases` has left for a further
         slice. Other tasks are served after each slice. Without such work the loop waits for the signal `backlog`. The
-        loop ends when the run fails.
+        loop ends when the run fails. At the end of the run, `Hub.run` cancels it.
         """
         while self._progress.error is None:
             if self._samples.backlog:

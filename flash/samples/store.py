@@ -407,7 +407,8 @@ class SampleStore:
         """Issue no more problems of a kind whose tasks keep failing. Give up the queued and leased tasks of this kind.
 
         A kind is the environment of a task, in a run that mixes several. Finished members of the kind's groups stay and
-        may be trained. `failure` is the last failure, for the note to the user.
+        may be trained. `failure` is the last failure, for the note to the user. Raises the error of
+        `_decide_by_members`.
         """
         self.source.quarantine(kind)
         of_kind = (group_id for group_id in self.pool if self.pool[group_id].kind == kind)
