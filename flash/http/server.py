@@ -178,8 +178,8 @@ async def serving(
     limits = limits or HttpLimits()
     # The process also opens other files, so connections get at most half of the number that it may open.
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    # Off are websockets, startup events, uvicorn's logs, the header that names uvicorn, and the trust in headers by which
-    # a proxy names the client.
+    # Websockets, startup events, uvicorn's logs and the header that names uvicorn are off. Headers in which a proxy names
+    # the client are not trusted.
     config = uvicorn.Config(
         BoundedBodies(app, limits),
         http=http_protocol(limits, connections),
