@@ -319,7 +319,8 @@ def _text(shape: str, values: Mapping[str, Any], place: str, prompt: str, comple
     contain the first two itself, and a history is refused.
 
     Raises:
-        ConfigError: the row has a `history`, or the text does not contain the row's `system` text or its tools.
+        ConfigError: the row has a `history`, or the text does not contain the row's `system` text or the names of its
+            tools.
     """
     whole = prompt + completion
     system = values.get("system") or values.get("system_prompt")

@@ -178,7 +178,7 @@ async def serving(
     limits = limits or HttpLimits()
     # The process also opens other files, so connections get at most half of the number that it may open.
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    # Websockets, startup events, uvicorn's logs and the header that names uvicorn are off. Headers in which a proxy names
+    # Websockets, startup events, uvicorn's logs and the header that names uvicorn are off. Headers of a proxy that name
     # the client are not trusted.
     config = uvicorn.Config(
         BoundedBodies(app, limits),

@@ -67,7 +67,8 @@ class Nodes:
         """Make a guest a node of the run. The reply has no node number if the run is ending.
 
         Raises:
-            ConfigError, PeerLostError: the registry refuses the guest (`NodeRegistry.join`).
+            PeerLostError: the run has failed, or the registry refuses the guest (`NodeRegistry.join`).
+            ConfigError: the registry refuses the guest.
         """
         if self._progress.ending:
             return p.JoinReply(None, 0)
