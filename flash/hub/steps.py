@@ -473,6 +473,7 @@ class TrainingSteps:
         # Most groups are copied ahead, in slices. Below, the state of one moment is taken without any await in between,
         # so only groups that have changed meanwhile are copied then.
         await run_in_slices(self._samples.pool.copy_ahead())
+        # Results that came meanwhile may have left a backlog again, which no snapshot may have.
         await self._work.tidy()
         if self._progress.batch != "none" or self._progress.trainers_behind:
             step = self._progress.trainer_version

@@ -212,6 +212,7 @@ class NodeWork:
         self.slice_full = False
         """True if the last slice of `grant_leases` ended because it was full, so that tasks may be left for another."""
         self.claims = LeaseClaims(self._samples.leases, HUB_NODE)
+        # The hub's own node has ended together with the previous hub.
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)

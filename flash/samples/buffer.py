@@ -232,10 +232,9 @@ class SampleBuffer:
         return self._taken < self._taken_of(version)
 
     def _choose(self, version: int) -> tuple[list[int], bool] | None:
-        """Return the numbers of the groups of a step's next round, and True if more rounds follow. None: it has to
-        wait.
+        """Return the numbers of the groups of a step's next round, and True if more rounds follow.
 
-        The list is empty if a previous hub had formed the batch of this step: `SampleStore` then takes that batch.
+        Returns None if the step has to wait, or its batch is whole already. The list is empty if a previous hub had formed the batch of this step: `SampleStore` then takes that batch.
         """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:
@@ -246,7 +245,7 @@ class SampleBuffer:
             end = math.floor((version + window) * samples.contract.groups_per_batch + SLACK)
             before = samples.admission.places.first_at(end)
         if samples.batches.step == version and not samples.batches.open:
-            return None
+            return None  # The batch is whole.
         missing = samples.contract.groups_per_batch - self._taken_of(version)
         arguments = (samples.contract, version, missing, samples.pool.eligible, samples.pool.counts.begun)
         limits = samples.domains.limits(samples.quarantined, missing)
