@@ -234,7 +234,8 @@ class SampleBuffer:
     def _choose(self, version: int) -> tuple[list[int], bool] | None:
         """Return the numbers of the groups of a step's next round, and True if more rounds follow.
 
-        Returns None if the step has to wait, or its batch is whole already. The list is empty if a previous hub had formed the batch of this step: `SampleStore` then takes that batch.
+        Returns None if the step has to wait, or its batch is whole already. The list is empty if a previous hub had
+        formed the batch of this step: `SampleStore` then takes that batch.
         """
         samples, window = self.samples, self.samples.rules.fifo_window
         if version in samples.batches.formed:

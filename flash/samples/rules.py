@@ -175,15 +175,15 @@ class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: a value is not allowed, or tokens that are drawn with these settings cannot be trained.
         """
         own = msgspec.structs.asdict(domain)
-        combined = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
+        combined = {key: getattr(rollout, key) if value is None else value for key, value in own.items()}
         # A value of the environment is checked like the key of this name in the configuration. `examine` returns the
         # value and its problems.
         types = {field.name: field.type for field in msgspec.structs.fields(RolloutConfig)}
-        given = {name: value for name, value in own.items() if name in types and value is not None}
+        given = {key: value for key, value in own.items() if key in types and value is not None}
         faults = [
-            (name, problem.message) for name, value in given.items() for problem in examine(value, types[name], name)[1]
+            (key, problem.message) for key, value in given.items() for problem in examine(value, types[key], key)[1]
         ]
-        sampling = sampling_of({name: combined.pop(name) for name in SAMPLING_KEYS})
+        sampling = sampling_of({key: combined.pop(key) for key in SAMPLING_KEYS})
         for option, fault in faults or sampling_faults(sampling):
             raise ConfigError(f"env.path: {option} of the domain {name!r}: {fault}")
         group_filter = GroupFilter(combined.pop("drop_equal_rewards"), combined.pop("accuracy_bounds"))
@@ -399,6 +399,7 @@ class DomainShares:
         self._weights = {name: each.weight for name, each in settings.items()}
         self._batch = batch
         self._max_ahead = drift * batch + 1
+        """Number of groups by which the trained groups of a domain may exceed its share."""
         nothing = dict.fromkeys(self._weights, 0)
         self.totals = DomainTotals(self._weights, dict(nothing), dict(nothing), dict(nothing))
         if totals is not None and totals.weights == self._weights:

@@ -453,10 +453,13 @@ class _Session(Generic[RequestT]):
                     reply = await self._handler(self._peer, request)
                     await self._connection.send(FrameKind.REPLY, call, reply)
                 except ProtocolError as error:
+                    # The peer broke a rule of the handler. The session ends with this error.
                     self._send_error(call, error)
                     self._drop(error)
                     tasks.cancel_scope.cancel()
                 except FlashError as error:
+                    # `_send_error` does not wait. Without this wait, the errors for a peer that does not read its
+                    # replies would fill the memory.
                     await self._connection.wait_for_room()
                     self._send_error(call, error)
         finally:
