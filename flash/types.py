@@ -36,6 +36,7 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 Split = Literal["train", "eval"]
+"""Use of a task: training, or an evaluation."""
 
 ASSISTANT = "assistant"
 """Role of the model's messages in a chat."""
@@ -122,6 +123,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     version: int
     count: int
+    """Number of tokens."""
 
 
 def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None:

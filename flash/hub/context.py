@@ -47,6 +47,7 @@ class RunEnd(msgspec.Struct, frozen=True):
     """Result of a run that has ended without an error."""
 
     reason: Literal["finished", "interrupted"]
+    """`finished`: all steps are trained. `interrupted`: the run has ended early, and can be resumed."""
     version: int
     """Version that the run has reached."""
     ledger: dict[str, int]

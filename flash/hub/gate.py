@@ -42,6 +42,7 @@ from flash.transport.server import Peer
 from flash.types import Activity, Failure, Outcome, Task, Trajectory
 
 PeerKind = Literal["node", "trainer", "messenger", "guest"]
+"""Kind of a peer. A `trainer` is a trainer rank."""
 
 _PEER_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
 """Name of a peer: its kind and its number, such as `node-3`. More than nine digits are refused."""

@@ -30,19 +30,23 @@ class Stage(Enum):
     """
 
     FIRST_VERSION = (f"{RANKS} to publish their first version", f"{RANKS}, and deadlines.rendezvous", "rendezvous")
+    """This hub process has just begun."""
     RECOVERING = (
         f"{RANKS} to start again, at version {{step}}",
         f"{RANKS}' output, and deadlines.rendezvous",
         "rendezvous",
     )
-    """A rank was lost, and the next incarnation has not published yet."""
+    """A rank was lost, perhaps under a previous hub, and the next incarnation has not published yet."""
     REPEATING = (f"{RANKS} to train step {{step}} again", RANKS, "step")
     """The ranks train steps again that were lost with an incarnation."""
     STARTING = ("an engine to start and to load its first version", "vLLM's output, and deadlines.engine_start")
+    """The ranks have published, and no engine has reported a version yet."""
     RETURNING = ("an engine to come back", "vLLM's output, deadlines.engine_start and cluster.max_restarts")
     """All engines have died, and new engines start in their places."""
     BATCH = ("a batch for step {step} ({groups} groups are complete)", "engines and environments", "step")
+    """The ranks wait for groups, for a whole batch or for the next round of it."""
     STEP = (f"{RANKS} to finish step {{step}}", RANKS, "step")
+    """The ranks train."""
     LOADING = ("{behind} to load version {step}", "the output of that node, and deadlines.swap")
     """The ranks wait until engines have loaded the version before the one that they publish."""
     BETWEEN = (

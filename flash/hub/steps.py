@@ -54,6 +54,7 @@ class _RepeatedStep(msgspec.Struct):
     incarnation: int
     """Number of the incarnation that trains the step again."""
     step: int
+    """Number of the step."""
     may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
     not begun before the loss. This is decided when the first rank requests the step."""

@@ -224,6 +224,7 @@ class _Block(NamedTuple):
     tokens: int
     """Number of tokens to compute for these samples; shared beginnings count once."""
     group: _SortedGroup
+    """Whole group that these samples are of."""
     samples: range
     """Positions of the samples in `group.indices`."""
 

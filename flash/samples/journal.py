@@ -116,6 +116,7 @@ class PutBack(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 Event = Began | Issued | Leased | Delivered | DeliveredLate | Revoked | SliceDone | Taken | Committed | Closed | PutBack
+"""Change of the samples, as the journal records it."""
 
 
 def apply(store: SampleStore, event: Event) -> None:

@@ -46,6 +46,7 @@ LATE_S = 1.0
 blocked, and the reply may have arrived unread."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
+"""Decoder of ERROR frames."""
 
 
 @asynccontextmanager
@@ -287,7 +288,9 @@ class BlockingClient:
     """
 
     _portal: BlockingPortal
+    """Runs functions on the loop of the background thread; made by `__enter__`."""
     _client: Client
+    """Client on that loop; made by `__enter__`."""
 
     def __init__(
         self,

@@ -116,12 +116,17 @@ class FrameKind(IntEnum):
     """Purpose of a frame. A client sends REQUEST and CANCEL; a server sends REPLY and ERROR."""
 
     REQUEST = 1
+    """Request that begins a call."""
     REPLY = 2
+    """Reply that ends a call."""
     ERROR = 3
+    """Error that ends a call."""
     CANCEL = 4
+    """End of a call by its caller, who waits for no reply any more."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
+"""Kind of each number that a frame's head may have."""
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
