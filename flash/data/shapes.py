@@ -193,7 +193,7 @@ def answer_of(row: Row, column: str) -> str:
     """Return the answer in a column as text: a number without `.0`, a boolean, list or object as JSON text.
 
     A list of one value counts as that value. If the last line of a text begins with `####`, as in GSM8K, the answer is
-    the rest of that line, without the commas that group the thousands of a number. A float from `EXPONENT_FROM` on
+    the rest of that line. Commas that group the thousands of such a number are removed. A float from `EXPONENT_FROM` on
     has an exponent.
 
     Raises:

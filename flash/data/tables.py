@@ -148,8 +148,8 @@ def _files(path: str) -> list[Path]:
     """Return the files of a table, in order: one file, the files of a folder, or the matches of a glob pattern.
 
     Raises:
-        ConfigError: there is no file, one is not a data file of a known format or is only a pointer of Git LFS, or a
-            folder holds several splits.
+        ConfigError: there is no file, or a folder holds several splits. Or a file is of no known format, or is only a
+            pointer of Git LFS.
     """
     place = Path(path)
     if place.is_file():

@@ -1,8 +1,9 @@
 """Serving of an application: sockets and TLS, bounded request bodies, and an application served during a block.
 
-The endpoint for agents (`envs.agent`), the sandbox service and `flash view` open a socket with `open_socket`, serve
-their application with `serving`, read bodies with `read_body`, and add headers with `with_headers`. Limits on
-connections are in `flash.http.connections`. A *bounded* token is one whose connections are counted there.
+The endpoint for agents (`envs.agent`), the sandbox service and `flash view` use this module. They open a socket with
+`open_socket`, serve their application with `serving`, read bodies with `read_body`, and add headers with
+`with_headers`. Limits on connections are in `flash.http.connections`. A *bounded* token is one whose connections are
+counted there.
 
 The default address is loopback. A public address needs TLS, because on the network anyone could read a token that is
 not encrypted. A unix socket can be used only by the user who made it.

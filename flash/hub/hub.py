@@ -163,9 +163,10 @@ class Hub:
         step.
 
         No other step begins. The run does not wait for a running evaluation, and no last evaluation begins. The ranks
-        write a checkpoint of the run's version, unless they have written this checkpoint already. If the ranks are only
-        starting, train earlier steps again after a restart, or have made an update in a step that is given up, the run
-        may end without a new checkpoint. Work that is not done within `deadlines.shutdown` is given up.
+        write a checkpoint of the run's version, unless they have written this checkpoint already. The run may end
+        without a new checkpoint in three cases: the ranks are only starting, they train earlier steps again after a
+        restart, or they have made an update in a step that is given up. Work that is not done within
+        `deadlines.shutdown` is given up.
 
         Returns a phrase for the work that the run still has to do before it ends, such as `writing a checkpoint of
         version 7`. The phrase is empty if the run was already over. A second call changes nothing and returns the
@@ -181,10 +182,10 @@ class Hub:
         """Watch the run from its first version until the last trainer rank has left. Raises the error that ended it.
 
         Waits until each stage of the run has ended, under the deadline of the stage. `RunProgress.send("run")` wakes
-        it. If a stage exceeds its deadline, it ends the *incarnation* (the set of trainer ranks that run from one
-        restart of the ranks to the next), or the run. This method also runs the tasks that watch nodes and ranks, that
-        do postponed work, and that expire the claims on leases of nodes which outlived the previous hub process. At the
-        end it lets all peers leave, and checks that every sample is accounted for.
+        it. If a stage exceeds its deadline, it ends the *incarnation* or the run. An incarnation is the set of trainer
+        ranks that run from one restart of the ranks to the next. This method also runs the tasks that watch nodes and
+        ranks, and that do postponed work. A further task ends the time in which nodes may claim leases of the previous
+        hub process. At the end this method lets all peers leave, and checks that every sample is accounted for.
         """
         progress = self.progress
         async with unwrapped_group() as tasks:

@@ -60,8 +60,11 @@ class BranchCounts:
             yield trajectory
 
     def metrics(self, trained: Sequence[tuple[float, float]]) -> dict[str, float]:
-        """Return the branches per episode, the share of sampled tokens that are not in a first branch, and the share of
-        the training time that lay inside the generation of the same batch.
+        """Return three metrics of the step, by the names of their columns.
+
+        `branches` is the number of branches per episode. `branch_token_share` is the share of sampled tokens that are
+        not in a first branch. `streamed_share` is the share of the training time that lay inside the generation of the
+        same batch.
 
         `trained`: start and end of each block of training in the step, in Unix seconds.
         """

@@ -1,15 +1,16 @@
 """The messages between the hub and its peers, and the functions with which a trainer rank fetches its shard.
 
-A peer is a rollout node, a trainer rank, a guest (a process that is not part of the run yet) or a messenger (the
-launcher of a machine with trainer ranks). The base class of a request says which peer sends it, and its type argument
-is the reply; `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle` answers it. A *lease*
-assigns one task to one node. An *incarnation* is the set of trainer ranks that run from one restart of the ranks to the
-next. The *shard* of a rank is the part of a batch that it trains. An *activity* is something that a worker did, which
-the run's page draws as a bar of the timeline.
+A peer is a rollout node, a trainer rank, a guest or a messenger. A *guest* is a process that is not part of the run
+yet. A *messenger* is the launcher of a machine with trainer ranks. The base class of a request says which peer sends
+it, and its type argument is the reply. `flash.hub.gate` refuses it from any other peer, and `flash.hub.hub.Hub.handle`
+answers it. A *lease* assigns one task to one node. An *incarnation* is the set of trainer ranks that run from one
+restart of the ranks to the next. The *shard* of a rank is the part of a batch that it trains. An *activity* is
+something that a worker did, which the run's page draws as a bar of the timeline.
 
 Timeouts: the caller of a request gives up after a timeout of its own and gets a DeadlineError. The hub answers a
 request that waits for news (leases, cancels, versions) at the latest after `flash.config.waits.long_poll_s` (a *long
 poll*). The reply may be empty, and the node asks again at once.
+
 Retries: no peer sends a request twice to one hub. A node whose call times out, or whose connection ends, treats the hub
 as lost. The node joins the next hub, presents its leases there (`ClaimRequest`) and repeats the call with its new
 number. A trainer rank exits when its connection ends; its launcher starts it again as part of the next incarnation. The
@@ -141,8 +142,8 @@ class DeliverRequest(NodeRequest[Ack], frozen=True, tag=True):
     """A node delivers the results of leases.
 
     The hub answers once the results are counted and stored in the journal, a file with every change of the samples.
-    After the reply the node forgets the results. If the hub is lost before the reply, the node delivers the results
-    again to the next hub, but only for leases that the next hub lets it keep.
+    After the reply the node forgets the results. If the hub is lost before the reply, the node delivers the results to
+    the next hub. It does this only for leases that the next hub lets it keep.
     """
 
     ended: list[EndedLease]
@@ -418,8 +419,8 @@ class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
 class SnapshotRequest(FirstRankRequest[SnapshotReply], frozen=True, tag=True):
     """Rank 0 asks the hub to write its state into the folder of the checkpoint that the ranks are writing.
 
-    The hub writes the file itself, because the state may be too large for a message, and the hub shares the machine and
-    the file system with rank 0. Rank 0 waits for at most `flash.config.waits.kept_s`.
+    The hub writes the file itself, because the state may be too large for a message. This is possible because the hub
+    shares the machine and the file system with rank 0. Rank 0 waits for at most `flash.config.waits.kept_s`.
     """
 
 
@@ -571,7 +572,7 @@ def dialect() -> str:
 async def fetch_shard(hub: HubCaller, rank: int, step: int, timeout: float, number: int = 0) -> BatchReply:
     """Fetch a rank's whole shard of a round, in parts. Each part may take `timeout` seconds. Simulations use this.
 
-    The shard travels in parts because a long one does not fit one message of the transport, and because both ends would
+    The shard travels in parts because a long one does not fit one message of the transport. Also, both ends would
     otherwise hold it encoded and decoded at the same time. `number` is the number of the round in the step. The reply
     has no shard if training ends. Raises the errors of `HubCaller.call`.
     """

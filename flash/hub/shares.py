@@ -1,6 +1,6 @@
 """The share of the available tasks that each node gets. Pure state: it owns no tasks, clocks or files.
 
-The *load* of a node is the number of its leases (a lease assigns one task to one node), divided by the number that it
+A *lease* assigns one task to one node. The *load* of a node is the number of its leases, divided by the number that it
 has room for. `NodeShares` divides the available tasks so that all loads become equal. So a node with more engines gets
 more leases, and a node with slow engines, which holds its leases longer, gets fewer.
 

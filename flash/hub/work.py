@@ -42,9 +42,9 @@ LEASES_AT_ONCE = 256
 """Largest number of leases in one reply, so that one reply takes only a few milliseconds: granting a lease takes about
 10 microseconds. The node then asks at once for the rest of its share."""
 SLICE = 128
-"""Number of leases after which other tasks of the hub are served before more leases are granted (a slice), so that no
-other request waits for more than some milliseconds. A slice may have more leases, because the reply that is being
-filled when this number is reached still gets the whole share of its node, up to `LEASES_AT_ONCE`."""
+"""Number of leases of a slice. After each slice, other tasks of the hub are served, so that no other request waits for
+more than some milliseconds. A slice may have more leases: the reply that is being filled when this number is reached
+still gets the whole share of its node, up to `LEASES_AT_ONCE`."""
 
 
 # -- leases of nodes -------------------------------------------------------------------------------------------------
@@ -354,9 +354,9 @@ class NodeWork:
         """Grant a node the next task. With `group` in `rollout.barriers`, grant all members of the next group.
 
         Evaluation tasks come first, one at a time in both cases. Returns an empty list if there is no task for this
-        node: no engine of the node has a version, the run stops, the untrained policy is being evaluated, or the age
-        contract (the bound on how far sampling may be ahead of training) admits none. An error of the buffer ends the
-        run.
+        node. This is so if no engine of the node has a version, if the run stops, while the untrained policy is being
+        evaluated, or if the age contract admits none. The age contract bounds how far sampling may be ahead of
+        training. An error of the buffer ends the run.
         """
         versions = self._fleet.versions(node)
         if (lease := self._evaluations.lease(versions, node, nodes=self._able_nodes)) is not None:
@@ -380,8 +380,8 @@ class NodeWork:
     async def deliver(self, request: p.DeliverRequest) -> p.Ack:
         """Store the results of leases that a node delivers, in slices.
 
-        Then it passes on the leases that the results have made useless, grants the tasks that the results make
-        possible, and wakes the trainer ranks if they can continue (`ranks_can_proceed`). The reply goes out when the
+        Then it passes on the leases that the results have made useless, and grants the tasks that the results make
+        possible. It wakes the trainer ranks if they can continue (`ranks_can_proceed`). The reply goes out when the
         journal, a file with every change of the samples, has the results. Only then may the node forget them, because
         the next hub recovers results only from the journal. `Gate` has checked that the node holds all of these leases.
         """

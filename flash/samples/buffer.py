@@ -1,11 +1,12 @@
 """SampleBuffer: leases training tasks, takes their results, and forms the batch of each step.
 
-The hub calls `lease` when a node has room, `deliver` with each result, `next_round` when a trainer rank asks for groups
-of a step, and `commit` when the step is trained. Each call decides, records an event in the journal, and then applies
-it to the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its *members*.
+The hub calls `lease` when a node has room, and `deliver` with each result. It calls `next_round` when a trainer rank
+asks for groups of a step, and `commit` when the step is trained. Each call decides, records an event in the journal,
+and then applies it to the `SampleStore`, which holds the state. A *group* is the tasks about one problem, which are its
+*members*.
 
 - *Admission* (`flash.samples.tasks.Admission`): a task is leased only to a node with an engine whose version is new
-  enough by the age contract, which bounds how far sampling may be ahead of training.
+  enough by the age contract. The contract bounds how far sampling may be ahead of training.
 - *Redundancy*: a group may have more members than it needs. When enough are done, the others are withdrawn. There may
   also be more groups than needed. In each step, up to `rollout.extra_groups` groups that are too slow may leave.
 - *Choice* (`choose`): a step takes groups of which enough members are done, groups with the oldest tokens first. While

@@ -1,8 +1,8 @@
 """Evaluation of the policy on held-out problems, in rounds. Pure state machines.
 
 *Held-out* problems are never trained. A *round* evaluates one version of the weights on them, and all rounds have the
-same tasks. The hub reports each published version to `Evaluations`, leases the tasks of the running round to nodes
-beside training tasks (a lease assigns one task to one node), and delivers the results. Engines run a task with the
+same tasks. The hub reports each published version to `Evaluations`. It leases the tasks of the running round to nodes
+beside training tasks, and delivers the results. (A lease assigns one task to one node.) Engines run a task with the
 round's version or a newer version.
 
 A task that fails because of the infrastructure is tried again. If all attempts fail, the sample is reported as missing

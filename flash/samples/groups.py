@@ -6,15 +6,15 @@ A *task* is a request for one sample, and a *group* is the tasks about one probl
 
 A member is queued, leased (assigned to a node), done, lost (given up after a failure), beaten (given up because it is
 not needed) or trained. A group is *complete* when enough members are done, or when some are done and none is queued or
-leased any more. Lost members make the group smaller. A group may be trained in *parts*, in several steps, if the
-window of its finished members (`AgeContract.window_start`) ends before the others are done. Each part knows the rewards
-of the earlier parts.
+leased any more. Lost members make the group smaller. A group may be trained in *parts*, in several steps, if the window
+of its finished members (`AgeContract.window_start`) ends before the others are done. Each part knows the rewards of the
+earlier parts.
 
-A step may take a group from the pool while it is *ready* (complete, and kept by the filter) or *expiring* (nearly
-complete, with a finished member that only the next step should still train). After each change of a group,
-`PoolCounts` updates its sums, so that a number over all groups never needs a loop over all groups. `Ledger` counts the
-tasks and tokens that have left. `PoolCounts` and `Ledger` count independently, so that `Ledger.check` can compare them.
-This module does no I/O and starts no tasks.
+A step may take a group from the pool while it is *ready* or *expiring*. A ready group is complete, and the filter has
+kept it. An expiring group is nearly complete, and has a finished member that only the next step should still train.
+After each change of a group, `PoolCounts` updates its sums, so that a number over all groups never needs a loop over
+all groups. `Ledger` counts the tasks and tokens that have left. `PoolCounts` and `Ledger` count independently, so that
+`Ledger.check` can compare them. This module does no I/O and starts no tasks.
 
 Conservation: `issued = trained + filtered + given_up + in_flight` and
 `generated = trained_tokens + discarded_tokens + buffered_tokens` hold after every event. `Ledger.check` checks both.

@@ -365,9 +365,9 @@ class DomainShares:
 
     A *turn* of a domain is a group that counts for its share: a trained group, or a filtered group that is not
     replaced. A group that leaves without being trained is replaced by a group of its domain. Otherwise the next group
-    is of the domain that is furthest below its share, where groups in flight count as trained. If more than
-    `FILTERED_BATCHES` batches of a domain's groups are filtered out in a row, further filtered groups count as turns
-    and are not replaced, until a group of the domain is trained.
+    is of the domain that is furthest below its share, where groups in flight count as trained. More than
+    `FILTERED_BATCHES` batches of a domain's groups may be filtered out in a row. Then further filtered groups count as
+    turns and are not replaced, until a group of the domain is trained.
 
     A step takes any complete groups, so a fast domain can get ahead. But the domain's trained groups may exceed its
     share of all trained groups by at most `drift` batches and one group. At this limit a step waits for groups of the

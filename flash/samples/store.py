@@ -150,9 +150,9 @@ class SampleStore:
         step: the version from which the run continues.
         state: the state to continue from, which the store changes. None in a new run.
         same_process: True if the events that follow are of the hub process that wrote `state`, as in a replay.
-            False if a new hub process starts from the state: it counts streaks of failures from zero, ends the
-            quarantine of kinds (a kind whose tasks keep failing gets no more tasks), and does not keep the reasons of
-            withdrawn leases. Leases that nodes hold stay leased in both cases.
+            False if a new hub process starts from the state. It then counts streaks of failures from zero, and does not
+            keep the reasons of withdrawn leases. It also ends the quarantine of kinds: a kind whose tasks keep failing
+            gets no more tasks until then. Leases that nodes hold stay leased in both cases.
         lease_ids: numbers of new leases, which training and evaluation share. None: the numbers from 0.
     """
 
@@ -691,8 +691,8 @@ class SampleStore:
     def _may_get_old_tokens(self, group: Group, min_version: int) -> bool:
         """Return True if a waiting group has a leased member that may sample tokens older than `min_version`.
 
-        Returns False for a ready group, because a step can take it as it is, and for a partly trained group, because
-        its place would not become free for a redundant group.
+        Returns False for a ready group, because a step can take it as it is. Also returns False for a partly trained
+        group, because its place would not become free for a redundant group.
         """
         if self.pool.is_ready(group.group_id) or group.partly_trained:
             return False
@@ -710,8 +710,8 @@ class SampleStore:
     def _put_waiting(self, group: Group) -> None:
         """Let a group wait in the pool for its queued and leased members. Mark it if it is *expiring*.
 
-        A member whose oldest token has version v should be trained by one of the steps v to v + ⌈α⌉, where α is the
-        asynchronous ratio (`train.async_ratio`). These steps are its *window* (`AgeContract.window_start`). The group
+        A member whose oldest token has version v should be trained by one of the steps v to v + ⌈α⌉. These steps are
+        its *window* (`AgeContract.window_start`); α is the asynchronous ratio (`train.async_ratio`). The group
         is expiring if the next step is the last step in the window of a finished member. Then that step may train the
         finished members alone, if the filter keeps the group and some token is young enough.
         """

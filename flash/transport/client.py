@@ -8,9 +8,10 @@ Invariant: a call ends exactly once, by its reply, the handler's typed error, it
 or its cancellation. After a deadline or a cancellation the client sends CANCEL, so that the server ends the handler
 too. If a call ended in any other way than by its reply, the server may or may not have carried it out.
 
-Lifecycle: `connect` proves to each end that the other holds the run's token, a secret, and starts `Client.run`, which
-reads until the block ends or the connection is lost. Then pending and later calls raise the TransportError that ended
-the connection, usually PeerLostError. A client never connects again on its own; the caller makes a new one.
+Lifecycle: `connect` proves to each end that the other holds the run's token, which is a secret. It then starts
+`Client.run`, which reads until the block ends or the connection is lost. Then pending and later calls raise the
+TransportError that ended the connection, usually PeerLostError. A client never connects again on its own; the caller
+makes a new one.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ async def connect(
 
     Raises:
         ConfigError: `host` cannot be the name of a host, the token is too short, or `name` is too long.
-        PeerLostError: the host is unknown or cannot be reached, no process listens there, or the server has closed the
-            connection during the proof, for example because it has ended or holds another token.
+        PeerLostError: the host is unknown or cannot be reached, or no process listens there. Or the server has closed
+            the connection during the proof, for example because it has ended or holds another token.
         TransportError: the server does not prove the token, or speaks another protocol.
         DeadlineError: connecting took too long.
     """
@@ -156,8 +157,8 @@ class Client:
             DeadlineError: no reply within `timeout` seconds.
             PeerLostError: the connection ended, before or during the call.
             FlashError: the error that the handler raised, in the class that the handler used.
-            TransportError: the request is longer than a frame may be, the handler raised a class that `flash.errors`
-                does not know, the reply is not the struct that the request's class names, or the server broke the
+            TransportError: the request is longer than a frame may be, or the handler raised a class that `flash.errors`
+                does not know. Or the reply is not the struct that the request's class names, or the server broke the
                 protocol, which ends the connection.
         """
         number = next(self._ids)
