@@ -59,9 +59,8 @@ hold text that is not UTF-8, or hold lists that nest too deeply."""
 def advice_for_extra(extra: str) -> str:
     """Return how to install the packages of an extra of Flash, for the error message about a missing package.
 
-    The result is a clause without a full stop. An extra is an optional set of packages, such as `view`.
-    Only `flash install` brings torch and vLLM, which the extras `train` and `vllm` need, in the builds for this
-    machine.
+    The result is a clause without a full stop. An extra is an optional set of packages, such as `view`. Only
+    `flash install` brings torch and vLLM, which the extras `train` and `vllm` need, in the builds for this machine.
     """
     if extra in ("train", "vllm"):
         return "`flash install` installs all packages"

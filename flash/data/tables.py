@@ -272,7 +272,11 @@ def _opened(file: Path) -> Generator[tuple[gzip.GzipFile | io.BufferedReader, st
 
 @contextlib.contextmanager
 def _as_text(data: gzip.GzipFile | io.BufferedReader, encoding: str, newline: str) -> Generator[io.TextIOWrapper]:
-    """Yield an open file as a stream of text. `newline` is as for `open`: "" keeps the line breaks inside of cells."""
+    """Yield an open file as a stream of text.
+
+    `newline` is as for `open`: with "" line breaks inside of cells stay as they are, and with a newline character only
+    this character ends a line.
+    """
     text = io.TextIOWrapper(cast("io.BufferedReader", data), encoding, newline=newline)
     try:
         yield text
@@ -352,8 +356,8 @@ def _decoded(line: bytes | msgspec.Raw, place: str) -> dict[str, Any]:
             f"{place} is not a JSON object on one line: {error}; expected one object in each line, or one list of "
             "objects in the file"
         ) from error
-    # The decoder keeps the last of several values of one name. The search for names is far cheaper than a second
-    # decoding, which is needed only if a nested object or a text has the name as well.
+    # The decoder keeps the last of several values of one name. Only a second decoding can find the others, and it is
+    # far slower than this search. It is done only if a name occurs twice, which may also be in a nested object or text.
     text = bytes(line)
     if any(text.count(msgspec.json.encode(name)) > 1 for name in row):
         _refuse_equal_names(text, place)

@@ -313,7 +313,7 @@ class BoundedBodies:
         async def send_pieces(message: Message) -> None:
             """Send one message of the answer, a large body in pieces."""
             # uvicorn waits for a slow client only between two messages. After the last one it counts the connection as
-            # idle, and with TLS would soon cut off an answer of which the client has read only the beginning.
+            # idle. With TLS it would then soon cut off an answer of which the client has read only the beginning.
             body = message.get("body", b"")
             # Beginning of the last piece, which keeps `more_body` of the message. 0: the body is one piece.
             last = max(0, len(body) - 1) // SENT_PIECE * SENT_PIECE

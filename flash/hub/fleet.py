@@ -298,8 +298,8 @@ class Heartbeats:
 
     def silent(self, now: float) -> list[int]:
         """Return the nodes that are silent now. `Nodes.watch` takes their leases back."""
-        # The sum is the one of `next_silence`. By the difference of the times, whose rounding is another one, a node
-        # might not be silent at the moment for which `next_silence` says so, and the caller would ask without end.
+        # `next_silence` computes the same sum. The condition `now - since >= silence_s` is rounded in another way: it
+        # could still be false at the moment that `next_silence` gives. The caller would then ask again and again.
         return [node for node, since in self._answered.items() if now >= since + self._silence_s]
 
     def next_silence(self, now: float) -> float:

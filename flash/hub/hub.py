@@ -386,7 +386,12 @@ class InProcessCaller:
         self._watch = watch
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply. Raises DeadlineError after `timeout` seconds."""
+        """Send one request and wait for its reply.
+
+        Raises:
+            DeadlineError: no reply came within `timeout` seconds.
+            FlashError: the hub refused the request, or the run has failed.
+        """
         with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
             reply = await self._hub.handle(request)
         if self._watch is not None:

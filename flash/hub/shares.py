@@ -66,6 +66,7 @@ class NodeShares:
         self._held = held
         self._unit = unit
         self._nodes: dict[int, _NodeRoom] = {}
+        """Nodes that have asked for tasks and are not lost."""
         self.kept_until = -math.inf
         """Time until which a share may be kept for some node. After this time, all shares go to the waiting nodes."""
 
@@ -187,8 +188,8 @@ def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
     """
     room, wanted = 0, float(tasks)
     level = 0.0
-    # Take in one node after the other, the least loaded first, and stop before a node whose load is already higher than
-    # the level that the nodes before it reach with all tasks. `wanted` is the tasks plus the leases of these nodes.
+    # Take in one node after the other, the least loaded first. `level` is the load that these nodes reach with all tasks,
+    # and `wanted` is the tasks plus their leases. Stop before a node whose load is already higher than `level`.
     for load in sorted((load for load in loads if load.held < load.room), key=lambda load: load.held / load.room):
         if room and wanted <= load.held / load.room * room:
             break

@@ -119,6 +119,7 @@ class RunStages:
         self._incarnations = incarnations
         self._steps = steps
         self._first_version = self._progress.version
+        """Version of the run when this hub process began."""
         self._run_steps = context.config.run.steps
 
     @property

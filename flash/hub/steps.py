@@ -385,8 +385,8 @@ class TrainingSteps:
         file with every change of the samples, from which the next hub recovers) has the step: rank 0 must not go on
         from a step that the next hub would not know.
         """
-        # These lists are emptied in slices below, because freeing all samples at once would block the event loop for as
-        # long as all other work of this method takes. `entries` lists all samples of the batch; the first part of every
+        # These lists are emptied in slices below. Freeing all samples at once would block the event loop for as long as
+        # all other work of this method takes. `entries` lists all samples of the batch; the first part of every
         # shard has the samples of its round.
         entries = [entry for shards in self._rounds for entry in shards[0][0].batch]
         dealt = [list(part.samples) for shards in self._rounds for parts in shards for part in parts]

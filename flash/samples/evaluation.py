@@ -149,7 +149,10 @@ class Evaluations:
         self._begin()
 
     def _is_scheduled(self, version: int) -> bool:
-        """Return True if `eval.every` configures an evaluation of this version."""
+        """Return True for version 0, the last version, and each version divisible by `eval.every`.
+
+        With `eval.every` = 0, only version 0 and the last version are evaluated.
+        """
         every = self._config.every
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 

@@ -412,8 +412,8 @@ class Admission:
         """Number of members of a group, including redundant members, by domain. The entry under the empty name is for
         all other kinds."""
         self._largest = max(self._sizes.values())
-        # With on_expire = "wait" a step waits for the groups that have begun. If some members of such a group had to
-        # wait for the next version, the step that makes this version would wait for them, and neither could go on.
+        # With on_expire = "wait" a step waits for the groups that have begun. So no member of such a group may have to
+        # wait for the next version: the step that makes this version would wait for the member, without end.
         whole = rules.whole_groups or rules.on_expire == "wait"
         self._lowest_index = contract.group_size - 1 if whole else 0
         """Members with a lower index need the version that the member with this index needs. If all members of a group

@@ -97,7 +97,9 @@ class LimitedLog:
         self._now = now
         self._most = most
         self._since = now()
+        """Time at which the window began."""
         self._lines = 0
+        """Number of lines in the window, also of lines that were left out."""
 
     def warn(self, message: str, *args: object) -> None:
         """Log a warning, unless the window has `most` lines already. `args` are filled into `message`."""
