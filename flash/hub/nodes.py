@@ -330,7 +330,7 @@ class WeightVersions:
         """
 
         def publisher_gone() -> bool:
-            """Return True if the run is over, or the ranks that published the engine's version are not alive any more."""
+            """Return True if the run is over, or the ranks that published the engine's version are gone."""
             published = self._progress.published
             return (
                 self._progress.done

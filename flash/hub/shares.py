@@ -188,8 +188,8 @@ def _common_level(loads: Sequence[NodeLoad], tasks: int) -> float:
     """
     room, wanted = 0, float(tasks)
     level = 0.0
-    # Take in one node after the other, the least loaded first. `level` is the load that these nodes reach with all tasks,
-    # and `wanted` is the tasks plus their leases. Stop before a node whose load is already higher than `level`.
+    # Take in one node after the other, the least loaded first. `level` is the load that these nodes reach with all
+    # tasks, and `wanted` is the tasks plus their leases. Stop before a node whose load is already higher than `level`.
     for load in sorted((load for load in loads if load.held < load.room), key=lambda load: load.held / load.room):
         if room and wanted <= load.held / load.room * room:
             break

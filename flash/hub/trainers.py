@@ -134,8 +134,8 @@ class Incarnations:
         The age is in seconds. `now` is on the clock of the event loop, like the times of heartbeats.
         """
         beats = {number: rank.heartbeat for number, rank in enumerate(self.ranks) if rank.heartbeat is not None}
-        # `TrainerRanks.watch` sleeps until this sum. The condition `now - beat >= seconds` is rounded in another way: it
-        # could still be false at that moment.
+        # `TrainerRanks.watch` sleeps until this sum. The condition `now - beat >= seconds` is rounded in another way:
+        # it could still be false at that moment.
         return {number: now - beat for number, beat in beats.items() if now >= beat + seconds}
 
     def rank_left(self, rank: int) -> None:

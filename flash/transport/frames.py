@@ -310,8 +310,8 @@ def _encode_list(items: list[Any], buffer: bytearray) -> Generator[None]:
     """Append the encoding of a list, and yield after `SLICE_ITEMS` items or `SLICE_BYTES` bytes."""
     buffer += _msgpack_header(len(items), 0x90, 0xDC)
     end, items_left = len(buffer) + SLICE_BYTES, SLICE_ITEMS
-    # Items are mostly small and of one kind. Dividing each item would be slow, so an item is encoded in one call. Once an
-    # item turns out to be longer than a slice, the items after it are divided.
+    # Items are mostly small and of one kind. Dividing each item would be slow, so an item is encoded in one call. Once
+    # an item turns out to be longer than a slice, the items after it are divided.
     long = False
     for item in items:
         start = len(buffer)
