@@ -54,7 +54,7 @@ class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Name or address to listen at."""
     port: int = 0
-    """Port to listen at; 0: any free port."""
+    """Port to listen at; 0: any free port. The caller checks that it is at most 65535."""
     unix: Path | None = None
     """Path of a unix socket, which is used instead of a port."""
     certificate: Path | None = None
