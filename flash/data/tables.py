@@ -405,6 +405,7 @@ def _csv_rows(file: Path, separator: str) -> Generator[Row]:
         cells = csv.DictReader(text, delimiter=separator, strict=True)
         number = 0
         try:
+            # Columns without a name, such as the index that pandas writes, may repeat.
             names = cells.fieldnames or ()
             if twice := next((name for at, name in enumerate(names) if name and name in names[:at]), None):
                 raise ConfigError(f"{file} has two columns {twice!r}; expected a name of its own for each")
