@@ -98,6 +98,7 @@ async def test_a_sample_of_versions_that_the_next_hub_has_not_reached_again_is_t
     await driver.hub.handle(p.JoinRequest(run.digest, 1))
     await driver.begin(0, 1)
     leases = await driver.lease(1, 8)
+    # The first hub forms the batch of step 0 from other groups. This lease outlives the hub.
     late = leases[-1]
     await driver.bring(1, *(lease for lease in leases if lease.task.group_id != late.task.group_id))
     await driver.hub.handle(p.BatchRequest(0, 0, []))
@@ -158,17 +159,19 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
     await anyio.sleep(SILENT_S - 2)
     assert guarded.gate.connection_to_replace("node-0") is None
     twin = peer("node-0", 9)
+    # `SILENT_S` is 9 s.
     with pytest.raises(ProtocolError, match="node-0 is connected already, and was heard 7 s ago"):
         guarded.gate.arrived(twin)
     guarded.gate.left(twin)
     ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
     await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, ended, 0))
-    assert guarded.hub.samples.ledger.generated_tokens == 3
+    assert guarded.hub.samples.ledger.generated_tokens == 3, "the sample has 3 tokens and is counted once"
 
 
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
     guarded = GuardedHub()
     await guarded.begin(0)
+    # Number of the newest incarnation of the trainer ranks.
     incarnation = next(number for number in range(9) if guarded.hub.incarnations.is_current(number))
     guarded.gate.close()
     guarded.gate.left(guarded.trainer)
@@ -260,7 +263,10 @@ BRANCHED: dict[str, Any] = {
     "action_spans": [Span(1, 2), Span(3, 5)],
     "turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1), Turn("p", "c", 0.0, 0.0, 0.0, 0.0)],
 }
-"""A valid trajectory of five tokens."""
+"""Fields that make the trajectory of a test, which has five tokens, a valid one with two branches.
+
+Its first turn is in the second branch, which has two of the three sampled tokens.
+"""
 
 
 async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
@@ -270,6 +276,7 @@ async def test_what_was_drawn_from_some_tokens_comes_with_them() -> None:
     made = trajectory(lease.task, 0)
     with pytest.raises(ProtocolError, match="no kept sets, and drawn with top_k = 4"):
         await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    # Each kept set has only the drawn token, which is not stored.
     whole = msgspec.structs.replace(made, kept=Kept.of([], [0] * made.action_count))
     await guarded.gate.handle(guarded.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, whole)], 0))
 
@@ -329,6 +336,7 @@ async def test_a_trajectory_with_branches_is_taken_and_its_row_tells_of_them() -
     (row,) = guarded.observer.steps
     assert row["samples"] == 4, "an episode counts once"
     assert guarded.hub.samples.ledger.trained_tokens == 12
+    # One of the four episodes has a second branch, which has 2 of all 12 sampled tokens.
     assert (row["branches"], row["branch_token_share"]) == (5 / 4, 2 / 12)
     assert unlisted(row) == []
 
@@ -360,6 +368,7 @@ async def test_a_snapshot_in_the_middle_of_a_step_is_refused_and_ends_nothing() 
 async def test_environments_that_measure_huge_numbers_end_nothing() -> None:
     guarded = GuardedHub()
     await guarded.begin(0)
+    # The sum over the four samples would be larger than any float.
     turns = [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"huge": 1.7e308})]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(guarded.gate.handle, guarded.trainer, p.BatchRequest(0, 0, []))

@@ -116,6 +116,7 @@ async def test_a_rank_that_hangs_is_lost_after_the_deadline_of_what_the_run_wait
     assert (end.reason, end.version, end.ledger["trained"]) == ("finished", 4, 16)
     assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
     lost = next(note for note in world.observer.notes if "hangs" in note)
+    # `World` numbers connections from 11, and a process is 1000 more.
     assert lost.startswith(f"trainer rank 0 (process 1011 on node 0) hangs: the run has waited {words}")
     assert lost.endswith("The trainer ranks start again, and the engines go on meanwhile")
 
@@ -203,6 +204,7 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
         for rank in ranks:
             await rank.fetch()
         async with anyio.create_task_group() as group:
+            # Rank 2 sends its last heartbeat within 7 s. The others send theirs until the incarnation is over.
             for rank in (ranks[0], ranks[1], ranks[3]):
                 group.start_soon(until_over, rank, p.RankHeartbeat(rank.index))
             with anyio.move_on_after(7):
@@ -212,10 +214,10 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
             group.start_soon(
                 ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")
             )
-            # What each launcher is told are the processes of its own node.
+            # Each launcher gets only the processes of its own node.
             assert await launcher_hears(world, 0, {ranks[0].process, ranks[1].process}) == []
             assert await launcher_hears(world, 1, {ranks[2].process, ranks[3].process}) == [ranks[2].process]
-            group.cancel_scope.cancel()  # a last word is never answered
+            group.cancel_scope.cancel()  # a `Fatal` is never answered
 
     await world.play(trainers)
     assert world.ended == []
@@ -310,6 +312,7 @@ async def test_a_rank_that_hangs_after_a_goodbye_of_another_keeps_nobody() -> No
             await ranks[0].publish()
         await ranks[0].call(p.SnapshotRequest())
         await ranks[0].call(p.Goodbye(0, []))
+        # Rank 1 says no goodbye. The deadline of the last stage passes.
         await anyio.sleep(STEP + 1)
 
     await world.play(trainers)

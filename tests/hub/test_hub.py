@@ -124,6 +124,7 @@ async def took(call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
 
 
 async def test_the_losers_of_a_group_are_cancelled_at_once_on_the_node_that_runs_them() -> None:
+    # Each group has a third member, which it does not need.
     driver = Driver(make_config(extra_per_group=1))
     await driver.begin(0, 1)
     first, second = await driver.lease(0, 2)
@@ -151,6 +152,7 @@ async def test_a_loser_that_came_home_first_is_booked_as_waste_and_nothing_else(
     await driver.begin(0)
     leases = await driver.lease(0, 3)
     await driver.bring(0, *leases)
+    # The third member of the group is not needed. Its sample has 3 tokens.
     assert driver.hub.samples.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
     assert driver.hub.samples.pool.ready_groups == 1
     driver.hub.samples.check()
@@ -221,6 +223,7 @@ async def test_what_a_version_admits_is_kept_for_the_nodes_that_load_it() -> Non
             await load(driver, node, 1)
 
     before = anyio.current_time()
+    # Version 1 admits the 4 samples of step 1.
     assert await asked(driver, {0: 8, 1: 8, 2: 8}, load_in_turn) == {0: 2, 1: 1, 2: 1}
     assert anyio.current_time() - before == 3.0
 
@@ -243,6 +246,7 @@ async def test_a_node_alone_gets_what_was_kept_for_one_that_hangs_without_asking
 
     begun = anyio.current_time()
     async with anyio.create_task_group() as tasks:
+        # Node 1 waits for tasks, and never loads version 1.
         tasks.start_soon(driver.lease, 1, 8)
         tasks.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
@@ -251,6 +255,7 @@ async def test_a_node_alone_gets_what_was_kept_for_one_that_hangs_without_asking
 
 
 async def test_a_quarantine_is_told_to_people() -> None:
+    # A quarter of the breaker, one failed task, puts a kind into quarantine.
     driver = Driver(make_config(breaker=4), kind_of=lambda seed: "bad" if seed % 2 else "good")
     await driver.begin(0)
     leases = await driver.lease(0, 4)
@@ -398,11 +403,12 @@ async def test_others_are_served_while_a_large_batch_is_formed_and_committed() -
 
     await count_turns(lambda: driver.hub.handle(p.BatchRequest(0, 0, [])))
     await count_turns(lambda: driver.hub.handle(p.Commit(0, {})))
-    assert min(turns) >= 8
+    assert min(turns) >= 8, "4096 samples are eight slices or more"
     assert driver.observer.steps[0]["samples"] == samples
 
 
 async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it_is_fetched() -> None:
+    # Each sample is a part of its own.
     driver = Driver(make_config(), limits=SliceLimits(part_bytes=1))
     await driver.begin(0)
     leases = await driver.lease(0, 4)
@@ -439,6 +445,7 @@ async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_en
 
     async with anyio.create_task_group() as group:
         group.start_soon(store)
+        # The snapshot begins, and the other results come while it is made.
         await anyio.lowlevel.checkpoint()
         await anyio.lowlevel.checkpoint()
         for lease in leases[samples // 2 :]:
@@ -525,6 +532,7 @@ async def test_a_checkpoint_that_the_observer_wants_is_written_after_the_next_st
     driver.observer.wish = "checkpoint"
     await driver.begin(0)
     saves: list[bool] = []
+    # The observer wants a checkpoint when step 0 is committed, so step 1 is the one that must be saved.
     for step in range(3):
         await driver.bring(0, *await driver.lease(0, 4))
         saves += [(await driver.hub.handle(p.BatchRequest(0, step, []))).must_save]

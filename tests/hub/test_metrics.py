@@ -80,11 +80,13 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
 
     def step(version: int, now: float) -> list[float | None]:
+        """Train a step. Returns the interval of its row in seconds, the share of the wait, and the tokens per second."""
         assert buffer.next_round(version) is not None
         buffer.commit(version)
         row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
         return [row.get(name) for name in ("interval_s", "trainer_wait_share", "tokens_per_second")]
 
+    # Before the first lease, only the 3 s of the training itself count.
     assert step(0, 1000.0) == [3.0, None, None]
     metrics.sampling_began(2000.0)
     assert step(1, 2005.0) == [5.0, pytest.approx(2 / 5), 0.0]
@@ -95,6 +97,7 @@ def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_th
     metrics = StepMetrics(samples)
 
     def idle(*engines: tuple[float, float]) -> float | None:
+        """Return the idle share in the next row, for engines with these idle seconds and lifetimes."""
         told = [EngineStatus(number, 0, *seconds, 0.0) for number, seconds in enumerate(engines)]
         return metrics.row(1, {}, {}, samples, told, now=0.0).get("engine_idle_share")
 
@@ -103,6 +106,7 @@ def test_engines_idle_since_the_last_step_and_another_one_in_their_place_from_th
     assert idle((8.0, 10.0)) == pytest.approx(0.8)
     assert idle((8.0, 10.0)) is None, "it has told nothing since"
     assert idle((9.0, 14.0), (1.0, 1.0)) == pytest.approx(1 / 4)
+    # Another engine is in place of the first one. The second engine was not idle for 2 s.
     assert idle((1.0, 2.0), (1.0, 3.0)) == pytest.approx(0 / 2)
     assert idle((2.0, 4.0), (1.0, 5.0)) == pytest.approx(1 / 4)
     assert idle((300.0, 600.0)) is not None
@@ -115,6 +119,7 @@ def test_drafts_that_stayed_since_the_last_step_and_of_another_engine_from_its_s
     metrics = StepMetrics(samples)
 
     def stayed(*engines: tuple[int, int]) -> float | None:
+        """Return the accepted share in the next row, for engines with these counts of drafted and accepted tokens."""
         told = [EngineStatus(number, 0, 0.0, 1.0, 0.0, *drafts) for number, drafts in enumerate(engines)]
         return metrics.row(1, {}, {}, samples, told, now=0.0).get("draft_accepted_share")
 

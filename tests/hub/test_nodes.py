@@ -80,6 +80,7 @@ def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
 
 def test_a_node_with_trainer_ranks_keeps_the_number_that_it_has_in_the_job() -> None:
     members = NodeRegistry(with_cluster(nodes=4, trainer_nodes=3), RunOrigin())
+    # Numbers below 3 are kept for the nodes with trainer ranks.
     assert [ask(members, 1), ask(members, 1, own=2), ask(members, 1, own=1)] == [(3, 1), (2, 2), (1, 3)]
     assert ask(members, 1, own=2) == (4, 4), "the one before it is not gone yet"
     members.left(2)
@@ -395,6 +396,6 @@ async def test_a_picture_can_be_kept_and_read_again() -> None:
 def test_a_node_is_silent_at_the_moment_until_which_the_watch_sleeps(answered: float) -> None:
     heartbeats = Heartbeats(12.0)
     heartbeats.answered(3, answered)
-    now = answered + 12.0  # 4.693 + 12.0 - 4.693 < 12.0
+    now = answered + 12.0  # In floats, 4.693 + 12.0 - 4.693 < 12.0.
     assert heartbeats.next_silence(now) == 0.0
     assert heartbeats.silent(now) == [3]

@@ -86,6 +86,7 @@ async def test_engines_have_their_own_time_to_start_before_a_batch_is_waited_for
 
     begun = anyio.current_time()
     error = await run.watched(slow_start, run.ask)
+    # The engine starts after 800 s. Then the batch may take 100 s.
     assert anyio.current_time() - begun == pytest.approx(900)
     assert "a batch for step 0 (0 of 2 groups are complete)" in str(error)
 
@@ -131,6 +132,7 @@ async def test_a_long_poll_is_answered_well_before_the_node_gives_up() -> None:
     driver = Driver(with_deadlines(make_config(), request=9))
     begun = anyio.current_time()
     assert await driver.cancels(0) == []
+    # A long poll ends after a third of the time in which the node gives up.
     assert anyio.current_time() - begun == pytest.approx(3)
 
 
@@ -225,13 +227,14 @@ async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> Non
     async def scenario() -> None:
         await run.begin(0, 1)
         leases = await run.lease(1, 4)
+        # Node 1 has its last reply now, and sends no further request.
         await run.cancels(1)
         await anyio.sleep(55)
         assert run.observer.notes == []
         await anyio.sleep(10)
         again: list[Lease] = await run.lease(0, 4)
         assert {lease.task.task_id for lease in again} == {lease.task.task_id for lease in leases}
-        await run.bring(1, *leases)  # it has come to itself: what it brings is not counted twice
+        await run.bring(1, *leases)  # Node 1 goes on after all. Its results are late and must not count twice.
         await run.bring(0, *again)
         run.hub.samples.check()
         run.ended["all"] = anyio.current_time()
@@ -251,6 +254,7 @@ async def test_a_silent_node_that_is_gone_then_is_told_once_and_one_that_speaks_
         for node in (1, 2):
             await run.begin(node)
             await run.cancels(node)
+        # Both nodes are silent by now. Only node 2 sends requests again before its connection ends.
         await anyio.sleep(70)
         await run.cancels(2)
         await run.report(2, 0)
@@ -380,6 +384,7 @@ async def test_an_interrupted_step_that_outlasts_its_deadline_ends_the_run_and_i
     end = await ended(run, interrupted)
     assert said == ["finishing step 0 and writing a checkpoint"] * 2
     assert (end.reason, end.version, end.unfinished) == ("interrupted", 0, said[0])
+    # The interrupt came after 100 s, and the end of the run may take 40 s.
     assert anyio.current_time() - begun == pytest.approx(140)
 
 

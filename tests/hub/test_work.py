@@ -72,6 +72,7 @@ async def test_a_burst_is_granted_in_slices_after_which_each_node_that_was_given
                 break
             work.grant_leases()
             slices += 1
+    # A slice ends after the first reply with which it has 128 leases: two replies of 100.
     assert (len(out), len(got), slices) == (4_000, 40, 20)
 
 
@@ -108,6 +109,8 @@ async def test_an_error_of_postponed_work_ends_the_run_and_not_the_event_that_do
     for lease in await all_leases(driver, 0):
         groups.setdefault(lease.task.group_id, []).append(lease)
     await driver.bring(0, *(leases[0] for leases in groups.values()))
+    # The failure of one more task puts the only kind into quarantine. Each group is then complete with one member, and
+    # is filtered out, because a single reward differs from none. After `most` such groups the breaker stops the run.
     most = FILTER_BREAKER * 2
     filtered: list[int] = []
 
@@ -245,6 +248,7 @@ async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim()
     await hubs.hub.handle(p.Commit(0, {}))
     (row,) = hubs.observer.steps
     assert row["interval_s"] == pytest.approx(7)
+    # Three samples of the batch were delivered to this hub, with 3 tokens each.
     assert row["tokens_per_second"] == pytest.approx(9 / 7)
 
 
@@ -275,6 +279,7 @@ async def test_a_version_of_the_hub_before_is_nobodys_and_an_engine_that_could_n
     hubs = NextHub()
     await hubs.begin()
     await hubs.join()
+    # The first incarnation under the first hub has this number.
     reply = await hubs.gate.handle(hubs.peer, p.LoadFailed(1, (1 << 20) + 1))
     assert reply == p.LoadFailedReply(gone=True)
 
