@@ -1,4 +1,8 @@
-"""The row of metrics of a step."""
+"""The row of metrics of a step.
+
+Unless a test says otherwise, `make_buffer` gives 10 steps of two groups of two samples (`batch` is their number) and the
+asynchronous ratio `alpha` = 1. `trajectory` gives a sample of 3 tokens.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
 
     def step(version: int, now: float) -> list[float | None]:
-        """Train a step. Returns the interval of its row in seconds, the share of the wait, and the tokens per second."""
+        """Train a step. Returns the interval of its row in seconds, the share of waiting, and the tokens per second."""
         assert buffer.next_round(version) is not None
         buffer.commit(version)
         row = metrics.row(version + 1, {}, times, buffer.samples, [], now=now)
