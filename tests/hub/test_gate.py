@@ -1,7 +1,7 @@
 """A peer that has proven the token can do nothing to the hub but what its kind does in a run.
 
-`make_config` gives a synchronous run: 4 steps of two groups of two samples, without retries. `trajectory` gives a sample
-of 3 tokens. Times are seconds of a virtual clock, so tests may wait for long.
+`make_config` gives a synchronous run: 4 steps of two groups of two samples, without retries. `trajectory` gives a
+sample of 3 tokens. Times are seconds of a virtual clock, so tests may wait for long.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trainer ranks that hang: the hub treats them as lost. On the virtual clock.
 
-`make_config` gives a synchronous run: 4 steps of two groups of two samples, without retries. `trajectory` gives a sample
-of 3 tokens. Times are seconds of a virtual clock, so tests may wait for long.
+`make_config` gives a synchronous run: 4 steps of two groups of two samples, without retries. `trajectory` gives a
+sample of 3 tokens. Times are seconds of a virtual clock, so tests may wait for long.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The row of metrics of a step.
 
-Unless a test says otherwise, `make_buffer` gives 10 steps of two groups of two samples (`batch` is their number) and the
-asynchronous ratio `alpha` = 1. `trajectory` gives a sample of 3 tokens.
+Unless a test says otherwise, `make_buffer` gives 10 steps of two groups of two samples (`batch` is their number) and
+the asynchronous ratio `alpha` = 1. `trajectory` gives a sample of 3 tokens.
 """
 
 from __future__ import annotations
