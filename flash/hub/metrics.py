@@ -153,7 +153,7 @@ class StepMetrics:
             now: Unix seconds.
         """
         ledger = samples.ledger
-        ran = self._since is not None  # False if this hub has leased no training task before the step was trained
+        ran = self._since is not None  # False if no training task ran under this hub before the step was trained
         step_s = trainer.get("trainer_step_s", 0.0)
         # The smallest value keeps a division by `elapsed` possible if no time was measured.
         elapsed = max(step_s, 0.0 if self._since is None else now - self._since, 1e-9)
