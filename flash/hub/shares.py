@@ -163,7 +163,9 @@ def equal_loads(loads: Sequence[NodeLoad], tasks: int, unit: int) -> list[int]:
     level = _common_level(loads, tasks)
     shares = [max(0, math.floor((level * load.room - load.held) / unit)) * unit for load in loads]
     left = tasks - sum(shares)
-    # Rounding down has left some tasks. Give them, unit by unit, to the node that then has the lowest load.
+    # Rounding down has left some tasks. Give them, unit by unit, to the node that then has the lowest load. An entry of
+    # the heap has that load and the index of the node in `loads`. Between equal loads, nodes that take their share now
+    # come first, and then lower numbers.
     heap = [
         ((load.held + share + unit) / load.room, not load.takes, load.node, at)
         for at, (load, share) in enumerate(zip(loads, shares, strict=True))

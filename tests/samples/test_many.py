@@ -37,9 +37,13 @@ def test_places_are_those_that_renumbering_would_give(returned: list[int], forgo
 
 
 STATES = st.sampled_from(["queued", "leased", "done", "lost", "beaten"])
+"""States of a member."""
 VERSIONS = st.integers(0, 5)
+"""Oldest versions of a member's tokens."""
 MEMBERS = st.lists(st.tuples(STATES, VERSIONS), min_size=2, max_size=4)
+"""Members of a group in any state."""
 COMPLETE = st.lists(st.tuples(st.just("done"), VERSIONS), min_size=2, max_size=2)
+"""Members of a complete group."""
 
 
 def make_group(group_id: int, members: list[tuple[str, int]]) -> Group:
@@ -60,7 +64,7 @@ def oldest_of(group: Group) -> int | None:
 def patient(
     contract: AgeContract, step: int, groups: list[Group], before: int | None, wait: bool, most: dict[str, int]
 ) -> list[int] | None:
-    """Make the choice of `choose` by looking at every group."""
+    """Make the choice of `choose` by looking at every group. `most` has the limits by kind."""
     ready = [group for group in groups if group.complete and (before is None or group.group_id < before)]
     ready.sort(key=lambda group: (oldest_of(group), group.group_id))
     left = Counter(most)
@@ -108,6 +112,7 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
         oldest = counts.count(make_group(group.group_id, [("queued", 0)] * 2)).oldest
         oldest = counts.count(group).oldest
         if group.complete and oldest is not None:
+            # The second call changes the version of a group that is in already.
             eligible.put(group.group_id, 99, group.kind)
             eligible.put(group.group_id, oldest, group.kind)
     contract = AgeContract(alpha, size * 2, 2, 10)
