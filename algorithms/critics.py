@@ -53,7 +53,8 @@ def gae(
             for a sequence whose episode ended. None: all episodes ended.
 
     Raises:
-        ValueError: γ or λ lies outside of [0, 1], or an unmasked reward or value is not finite.
+        ValueError: γ or λ lies outside of [0, 1], or an unmasked reward, an unmasked value or a used bootstrap is not
+            finite.
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma is {gamma} and lam is {lam}; expected numbers from 0 to 1")

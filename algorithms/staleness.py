@@ -33,7 +33,7 @@ class NoStaleness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Equal weights for all samples: the age has no effect."""
 
     def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
-        """Return float64 [B]: 1 for each sample.
+        """Return float64 [B]: 1 for each sample. `age_B` has the ages in versions; `max_age` is not used.
 
         Raises:
             ValueError: an age is negative or not finite.
@@ -50,7 +50,9 @@ class ExponentialStaleness(
     """Factor of the weight per version of age."""
 
     def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
-        """Return float64 [B]: g divided by its mean over the batch.
+        """Return float64 [B]: g divided by its mean over the batch. `age_B` has the ages in versions.
+
+        `max_age` is not used, because g needs no largest age.
 
         Raises:
             ValueError: an age is negative or not finite.
@@ -73,7 +75,8 @@ class LinearStaleness(
     def weights(self, age_B: FloatArray, max_age: int) -> FloatArray:
         """Return float64 [B]: g divided by its mean over the batch; all 1 if no sample has a g above 0.
 
-        `max_age` is A. The trainer passes only ages that are allowed, so the limit of g at 0 is for other callers.
+        `age_B` has the ages in versions, and `max_age` is A. The trainer passes only ages that are allowed, so only for
+        other callers can g reach 0.
 
         Raises:
             ValueError: an age is negative or not finite.

@@ -1,6 +1,6 @@
 """The trainer ranks: they train the policy on shards of batches, and publish each new version of its weights.
 
-The road of a step, from top to bottom: `loop.TrainerLoop.run` fetches a shard from the hub. `step.Trainer.train_step`
+The road of a step, from top to bottom: `loop.TrainerLoop.run` fetches a shard from the hub. `step.Trainer.train_round`
 packs the shard, counts its tokens and compares its rewards (`plan`, `packing`). It computes the inputs of the loss
 (`references`, `plan.token_advantages`, `rhythm`) and the loss of each token (`objective`), and updates the weights
 (`optimizer`, `critic`). `statistics` collects the metrics of the step. `checkpoint` saves the state that a run needs to

@@ -212,6 +212,7 @@ def _bundled(trainer: Trainer, state: dict[str, Any] | None = None) -> dict[str,
                 add(f"{path}/{name}", inner)
 
     for name, part in (_state(trainer) if state is None else state).items():
+        # "model" is the policy. Only a trainer of adapters has a fingerprint of its base.
         if name != "model" or trainer.base_fingerprint:
             add(name, part)
     return flat
@@ -330,6 +331,8 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path, most_bytes: 
         _export_adapters(model, adapters, tokenizer, folder)
         return
     first, aside = dist.get_rank() == 0, temporary_of(folder)
+    # `kept_buffers` are tensors that are not trained but belong to the model's files. A sharded tensor counts with its
+    # whole size here.
     named: chain[tuple[str, Tensor]] = chain(published_parameters(model), kept_buffers(model))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in named}
     files = _weight_files(sizes, most_bytes)

@@ -62,7 +62,11 @@ def no_kept_sets(tokens: int) -> KeptTokens:
 
 
 def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
-    """Join the kept sets of the sequences of a micro-batch, of which there is at least one."""
+    """Join the kept sets of the sequences of a micro-batch, of which there is at least one.
+
+    All masks must have the same length in bytes, which holds for tokens of one vocabulary.
+    """
+    # Number of masks before each sequence's own, by which the indices of its masks rise.
     before = np.cumsum([0, *(len(part.mask_KB) for part in parts)])
     mask_T = [np.where(part.mask_T < 0, -1, part.mask_T + at) for part, at in zip(parts, before[:-1], strict=True)]
     masks = [part.mask_KB for part in parts if len(part.mask_KB)]
@@ -79,7 +83,8 @@ def join_kept_tokens(parts: Sequence[KeptTokens]) -> KeptTokens:
 def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
     """Return the kept sets of one sequence's action tokens, which are at `positions` in the sequence.
 
-    Each set has the sampled token first, and then the candidates that the engine reported.
+    Each list has the sampled token first, and then the candidates that the engine reported. A trajectory whose settings
+    leave no token out, and that has no sets, gets `no_kept_sets`.
 
     Raises:
         ContractError: the tokens were sampled from kept sets, and the trajectory has none or malformed ones. The error
@@ -94,6 +99,8 @@ def kept_tokens(trajectory: Trajectory, positions: Int64Array) -> KeptTokens:
         raise ContractError(
             f"was sampled with {limit}, and the sets that its tokens were sampled from are not known: {fault}"
         )
+    # `counts` has a number per action token: the length of its list without the sampled token, −1 for the whole
+    # vocabulary, or FIRST_MASK − i if the set is mask i.
     candidates, counts = trajectory.kept.numbers()
     target_T = tokens[positions]
     mask_T = np.where(counts <= FIRST_MASK, FIRST_MASK - counts.astype(np.int64), -1)

@@ -170,6 +170,7 @@ class TrainerLoop:
 
         Raises:
             CheckpointError: on every rank, if any rank or the hub could not write.
+            TransportError: on rank 0 alone, if the hub did not answer in time or is lost.
         """
 
         def write_hub_state(file: Path) -> FileEntry:

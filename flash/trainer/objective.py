@@ -2,6 +2,8 @@
 
     loss = objective(tokens) · Π corrections · weight + β · KL − entropy_bonus · entropy · the objective's bonus factor
 
+The term of the KL is part of the loss only if `algorithm.kl.place` is "loss".
+
 `flash.trainer.step` calls `objective_input` and `token_loss` for each micro-batch, and aggregates the token losses. The
 corrections and the weight multiply the policy's loss only. A token that a correction rejects leaves the mask: it then
 has no loss of any kind. A teacher's log-probs enter the advantage that the objective sees (`algorithms.references`).
@@ -97,6 +99,7 @@ class LossInputs:
     """
 
     advantage_T: Tensor
+    """Advantage of the token, without the term of a teacher, which depends on the present weights."""
     reward_T: Tensor
     """Reward of the token's whole trajectory, as the environment returned it."""
     weight_T: Tensor
@@ -143,7 +146,7 @@ class TokenLoss(NamedTuple):
     above_teacher_T: Tensor | None
     """The policy's log-prob minus the teacher's; None without a teacher."""
     stats: dict[str, Tensor]
-    """Statistics of the objective."""
+    """Statistics that the objective reports: from name to one number per token."""
 
 
 def objective_input(
@@ -287,7 +290,7 @@ def _check_output(output: object, objective: Objective, mask_T: Tensor) -> Objec
     Without the check, an objective that returns its mean loss would go unnoticed: torch would broadcast the one number.
 
     Raises:
-        ConfigError: the output does not have one number per token.
+        ConfigError: the output is no `ObjectiveOutput`, or one of its tensors does not have one number per token.
     """
     if not isinstance(output, ObjectiveOutput):
         found = type(output).__name__

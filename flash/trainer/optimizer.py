@@ -136,6 +136,8 @@ def apply_gradient(
 ) -> tuple[float, bool]:
     """Check, clip and apply the gradient, and clear it. A collective.
 
+    The gradient is also cleared if the update is left out, but not if an error is raised.
+
     Args:
         model: its parameters hold the gradients.
         optimizer: makes the update.
@@ -143,14 +145,14 @@ def apply_gradient(
         rate: learning rate of this update.
         max_norm: norm to which a larger gradient is scaled down.
         trained: False if no token was trained; the gradient is then dropped.
-        on_nonfinite: "skip" leaves out an update whose gradient is not finite.
+        on_nonfinite: "skip" leaves out an update whose gradient is not finite; "stop" raises an error.
         name: name of the update in the error message.
         advice: advice that the error message gives.
         share: share of the loss's denominator that corrections did not reject; the gradient is divided by this share.
             With 0, no token was trained, and the gradient is not divided.
 
     Returns:
-        The global gradient norm before clipping, and True if the update was made.
+        The global gradient norm before clipping, which may be inf or NaN, and True if the update was made.
 
     Raises:
         ContractError: the gradient is not finite although the loss was not scaled too far, and `on_nonfinite` is
@@ -180,7 +182,10 @@ def apply_gradient(
 
 
 def global_norm(grads: Sequence[Tensor]) -> float:
-    """Return the L2 norm of all gradients together, over all ranks. A collective if they are sharded."""
+    """Return the L2 norm of all gradients together, over all ranks; 0 without gradients.
+
+    A collective if the gradients are sharded.
+    """
     # Gradients of layers that ranks divide (`parallel.tensor`, `parallel.expert`) belong to another device mesh than
     # the other gradients, and torch cannot compute one norm over two meshes.
     by_mesh: dict[object, list[Tensor]] = {}
@@ -279,7 +284,7 @@ class LagLimiter:
         return total / number if number else 0.0
 
     def record(self, rate: float) -> None:
-        """Record the rate of an update that was made; 0 if it was left out."""
+        """Record the learning rate with which an update was made; 0 if the update was left out."""
         self._applied.append(rate)
 
     def finish(self, version: int) -> dict[str, float]:
@@ -359,7 +364,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient. A collective if the matrices are sharded."""
+        """Update all parameters that have a gradient. A collective if the matrices are sharded.
+
+        `closure` is part of torch's interface and always None.
+        """
         # AdamW's own step updates the other groups, so it must not see the first one.
         matrices, *adamw_groups = self.param_groups
         self.param_groups = adamw_groups
@@ -378,6 +386,7 @@ class Muon(torch.optim.AdamW):
                 # Each rank computes the update of the whole matrix, and keeps its own shard of it.
                 full = orthogonal(gather_full(update))
                 mesh, placements = update.device_mesh, update.placements
+                # The result is put where the parameter is: with offloaded weights, this is the host.
                 update = distribute_tensor(full, mesh, placements, src_data_rank=None).to(update.device)
             else:
                 update = orthogonal(update)
@@ -396,7 +405,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     estimate = matrix.T if tall else matrix
     estimate = estimate.bfloat16() if matrix.is_cuda else estimate
-    # The iterations diverge for singular values well above 1. After the division by the norm, none is above 1.
+    # The iterations diverge for singular values well above 1. After the division by the norm, none is above 1. With a
+    # norm of at least 1e-7, a matrix of zeros does not become NaN.
     estimate = estimate / estimate.norm().clamp(min=1e-7)
     a, b, c = QUINTIC
     for _ in range(ITERATIONS):
@@ -428,7 +438,10 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters that have a gradient. Each rank updates its own shards, without a collective."""
+        """Update all parameters that have a gradient. Each rank updates its own shards, without a collective.
+
+        `closure` is part of torch's interface and always None.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -81,8 +81,11 @@ class PackedSequences(Protocol):
 def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
     """Return the layout in which each shared prefix is computed once, by the first sequence in token order.
 
-    `MicroBatch.computed` uses this layout.
+    `MicroBatch.computed` uses this layout. A short common beginning, a small share of its sequence, does not count as
+    shared (`flash.branches.sort_by_prefix`).
     """
+    # `order` has the sequences' indices, sorted by their tokens; `known` the number of leading tokens that each shares
+    # with the one before it in this order. `sort_by_prefix` pauses for the hub's event loop; here it need not.
     order, known = run_to_end(sort_by_prefix(sequences))
     starts = np.cumsum([0, *map(len, sequences)])
     if not any(known):
@@ -286,7 +289,7 @@ def _trees(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
     A run ends where the next sequence shares no token with its neighbour (the end of a tree), or where the budget ends.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, none above `max_tokens`.
         shared: number of leading tokens that each sequence shares with the sequence before it (`sort_by_prefix`).
         max_tokens: token budget of a run.
 
@@ -352,6 +355,8 @@ def _offsets(lengths: Int64Array) -> Int64Array:
 def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
     """Return one micro-batch of these sequences, of which there must be at least one, in this order.
 
+    Tokens older than version `min_version` get the mask False.
+
     Raises:
         ContractError: a sequence is not well-formed, its kept sets are missing or malformed, or a trained token has a
             behaviour log-prob that is not finite. The message names the sample.
@@ -397,7 +402,10 @@ def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch
 
 
 def _teacher_logprobs(trajectory: Trajectory) -> Float32Array:
-    """Return the teacher's log-probs that came with a trajectory; NaN for each action token if none came."""
+    """Return the teacher's log-probs that came with a trajectory; NaN for each action token if none came.
+
+    The hub has checked that they are float32 numbers, one per action token, when the sample arrived.
+    """
     if trajectory.teacher is None:
         return np.full(trajectory.action_count, np.nan, dtype=np.float32)
     return np.frombuffer(trajectory.teacher, dtype="<f4")
@@ -427,7 +435,7 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
 
     Raises:
         ContractError: the sequence was sampled greedily, starts with an action token, or has unequal numbers of action
-            tokens, log-probs and versions.
+            tokens, log-probs and versions. A sequence without any action token does not come here (`_sequences`).
     """
     trajectory = sequence.trajectory
     positions = np.flatnonzero(trajectory.action_mask())

@@ -62,7 +62,8 @@ class MinibatchPlan:
     many micro-batches."""
 
     place: MinibatchPlace
-    """Number of the minibatch, and `ends`: True if no later round has a part of it."""
+    """Number of the minibatch; `ends`: True if no later round has a part of it; `share`: the share of its groups that
+    are in this round."""
     micro_batches: list[MicroBatch]
     shard_tokens: list[int]
     """[W]: trained tokens of each data shard."""
@@ -105,8 +106,8 @@ class Credit:
         """
         if not self.turn_advantages_B:
             return self.advantage_B[micro.index_T]
-        # The turns of all sequences' samples stand one after another. `offset_S` is the place of each sequence's first
-        # turn.
+        # `advantages` has the turns of all sequences' samples one after another; `offset_S` is the place in it of each
+        # sequence's first turn.
         offset_S = np.cumsum([0, *(len(self.turn_advantages_B[index]) for index in micro.index_S[:-1])])
         advantages = np.concatenate([self.turn_advantages_B[index] for index in micro.index_S])
         return advantages[offset_S[micro.sequence_T] + micro.turn_T]
@@ -186,7 +187,8 @@ def plan_step(
     """
     # First do what this rank can do alone: pack its samples, check them, and compare the rewards.
     train, fault = config.train, ""
-    # Number of possible ages, from 0 to the age of the oldest trained version. It is equal on all ranks.
+    # Number of possible ages, from 0 to the age of the oldest trained version. It is equal on all ranks. `min_version`
+    # is negative in the first steps of a run, which have fewer versions before them than `train.max_age`.
     ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
     parts = split_minibatches(shard, train.minibatches)
     packed: list[list[MicroBatch]] = [[] for _ in parts]

@@ -105,6 +105,8 @@ def forward_passes(
 
     Raises:
         ConfigError: a model changes its logits after its output layer in a way that is not known.
+        ContractError: a critic has no embedding for a token of this rank, or an engine reported experts that the policy
+            does not have. Only the rank that holds such a token raises this; its process then ends.
     """
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 

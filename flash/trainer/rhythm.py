@@ -102,7 +102,13 @@ class RhythmWatch:
         """Compute the signals of one layer from its queries and keys, and store them in `signals`.
 
         A layer that is not to be observed is only counted. A layer without a number is noted in `unnumbered`.
-        `AttentionWatch` in `flash.trainer.model.packed` explains the arguments.
+
+        Args:
+            module: the attention module of the layer.
+            query: [1, H, P, D], queries of all tokens of the micro-batch.
+            key: [1, heads of keys, P, D]. Neighbouring heads of queries may share a head of keys.
+            scaling: factor of the products of queries and keys; None: 1 / √D.
+            sliding_window: number of tokens that a token sees, itself included; None: itself and all earlier tokens.
         """
         layer = layer_number(module)
         if layer is None:
@@ -150,8 +156,11 @@ class RhythmWatch:
             query_HLD: queries of the sequence.
             key_HLD: keys of the sequence.
             position_R: places of the action tokens in the sequence.
-            row_blocks: division of the action tokens into blocks.
-            attend: computes the attention weights for a block of rows.
+            row_blocks: division of the action tokens into blocks. A block has the slice `rows` of the R tokens, the
+                slice `seen` of the sequence that any of these rows sees, and `ahead`, the number of places in `seen`
+                after the block's first row.
+            attend: computes the attention weights of a block, [H, rows, places in `seen`]: `attention_rows` with the
+                options of the layer. The result is valid until the next call.
         """
         options = self.options
         row_R = torch.from_numpy(position_R).to(query_HLD.device)
@@ -160,6 +169,7 @@ class RhythmWatch:
         received_HL = query_HLD.new_zeros(len(found.influence_HT), query_HLD.shape[1])
         for block in row_blocks:
             rows, columns = row_R[block.rows], place_L[block.seen]
+            # Places of the block's first and last row: the last place that is seen is the last row itself.
             lowest, highest = block.seen.stop - 1 - block.ahead, block.seen.stop - 1
             # Within a turn (a response of the policy) the rows are neighbours, and a slice of them needs no copy.
             query_rows = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
@@ -318,7 +328,11 @@ class RhythmPass:
         return advantage_T * gamma_T
 
     def report(self, mesh: TrainerMesh) -> dict[str, float]:
-        """Return the metrics of the step over all ranks, and clear the tally. A collective."""
+        """Return the metrics of the step over all ranks, and clear the tally. A collective.
+
+        `rhythm_share` is the share of trained tokens whose advantage was multiplied by more than 1. `rhythm_span_local`
+        and `rhythm_span_global` are the mean spans, in tokens, of the local and of the global heads.
+        """
         tally = mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy()
         mean_N, (local, far) = self._spans(tally), self._chosen()
         self.tally = np.zeros_like(self.tally)
@@ -329,12 +343,12 @@ class RhythmPass:
         }
 
     def _chosen(self) -> HeadKinds:
-        """Return the local and global heads of this step."""
+        """Return the local and global heads of this step. `choose_heads` must have been called before."""
         assert self._kinds is not None, "heads are chosen before they are used"
         return self._kinds
 
     def _spans(self, tally: FloatArray) -> FloatArray:
-        """Return [N]: the mean span of each head. `tally` has the form of `self.tally`."""
+        """Return [N]: the mean span of each head, in tokens; 0 without rows. `tally` has the form of `self.tally`."""
         return tally[:-3] / max(tally[-3], 1.0)
 
 
@@ -389,16 +403,19 @@ class MapWatch:
         self._part = part
         size = part.stop - part.start
         self.sum_2BB = torch.zeros(2, size, size)
+        """Attention weights within the part, summed over the local heads (index 0) and over the global heads (index 1).
+        It is on the CPU, on which `flash rhythm` runs the model."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Add the maps of one layer, from its queries and keys. `AttentionWatch` explains the arguments."""
+        """Add the maps of one layer, from its queries and keys. `RhythmWatch.__call__` explains the arguments."""
         here = [head for head in self._heads if head.layer == layer_number(module) and head.kind]
         if not here:
             return
         query, key = (one[0].to(torch.promote_types(one.dtype, torch.float32)) for one in (query, key))
         numbers = torch.tensor([head.head for head in here])
+        # Neighbouring heads of queries may share a head of keys.
         query, key = query[numbers], key[numbers // (len(query) // len(key))]
         row_B = np.arange(self._part.start, self._part.stop)
         row_blocks = blocks(row_B, sliding_window)

@@ -199,8 +199,11 @@ class Trainer:
     def train_step(self, shard: Shard) -> dict[str, float]:
         """Train on a batch that has one round, and make the next version. A collective. Returns the metrics.
 
+        Supervised training calls this. `flash.trainer.loop` calls the two methods itself, since its steps may have
+        several rounds.
+
         Raises:
-            ContractError, ConfigError: as `train_round` and `finish_step`.
+            ContractError, ConfigError: `train_round` or `finish_step` raised it.
         """
         self.train_round(shard)
         return self.finish_step()
@@ -214,8 +217,9 @@ class Trainer:
 
         Raises:
             ContractError: the round has tokens of a version that this step may not train, other counts than it claims,
-                or a number that is not finite; a gradient is not finite and train.on_nonfinite is "stop"; or the method
-                needs the whole batch, and this is only a part of it. The version does not change then.
+                or a number that is not finite; a token or expert is unknown to a model; a gradient is not finite and
+                train.on_nonfinite is "stop"; or the method needs the whole batch, and this is only a part of it. The
+                version does not change then, but updates of this step that were made before stay in the weights.
             ConfigError: the objective raised an error or returned a wrong shape, or the model changes its logits in a
                 way that is not known.
         """
@@ -243,10 +247,12 @@ class Trainer:
             if part.plan.place.ends:
                 step.minibatch = None
                 self._end_minibatch(step, minibatch)
+        # `finish_step` makes the passes after the first one, on the same micro-batches, so they are counted here.
         passes = config.train.updates_per_batch
         step.flops += passes * self._arithmetic.flops(plan.micro_batches, backward=not self._warming_up)
         if not shard.round.last and self.mesh.device.type == "cuda":
-            # Otherwise this rank would ask for the next round long before it can train it, and get few groups.
+            # Wait until the GPU has done its work. Otherwise this rank would ask for the next round long before it can
+            # train it. The hub would then reply with a small round: the few groups that are complete by then.
             torch.cuda.synchronize()
 
     def finish_step(self) -> dict[str, float]:
@@ -271,7 +277,8 @@ class Trainer:
                 self._end_minibatch(step, minibatch)
         # Finish: count up the version, and gather the metrics.
         self._running, self.flops = None, step.flops
-        # Metrics are reduced once per step, so that ranks need not wait for each other between minibatches.
+        # Metrics are reduced once per step, so that ranks need not wait for each other between minibatches. All calls
+        # before `_finish_version`, which counts the version up, need the version that was trained.
         metrics = step.counts.metrics() | step.statistics.metrics(len(minibatches), passes)
         if self.critics:
             metrics |= critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
@@ -291,12 +298,20 @@ class Trainer:
         }
 
     def give_up_step(self) -> None:
-        """Drop the gradient of a step whose other rounds will not come, because the run ends."""
+        """Drop the gradient of a step whose other rounds will not come, because the run ends.
+
+        Updates that the step has already made stay in the weights, which are then between two versions. The hub knows
+        this, and lets nobody save them (`may_save` of its reply is False).
+        """
         self._running = None
         self.optimizer.zero_grad()
 
     def _train_part(self, step: _RunningStep, minibatch: _RunningMinibatch, part: _Part, version: int) -> None:
-        """Add the gradient of the part of a minibatch that is in one round. A collective. `version` is trained."""
+        """Add the gradient of the part of a minibatch that is in one round. A collective.
+
+        The loss of each micro-batch also goes into `minibatch.kept` and the statistics of `step`. `version` is the
+        version that the step trains.
+        """
         # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch.
         limit = self._limit(part.plan, part.inputs, version, updated=step.updates > 0)
         minibatch.add(part)
@@ -316,8 +331,8 @@ class Trainer:
 
     def _end_minibatch(self, step: _RunningStep, minibatch: _RunningMinibatch) -> None:
         """Update the critics and the policy, once all parts of a minibatch are trained. A collective."""
-        # Call this after the backward passes, because they decide which tokens are rejected, and before the update,
-        # because it divides by the share.
+        # The share is known only after the backward passes, which decide which tokens are rejected. The update needs
+        # it, because it divides by the share.
         share = self._kept_share(minibatch)
         step.statistics.end_minibatch(share)
         for part in minibatch.parts if self.critics else ():
@@ -332,12 +347,13 @@ class Trainer:
     def loss_inputs(self, plan: StepPlan) -> list[LossInputs]:
         """Return the inputs of the loss that are computed before the policy changes, per micro-batch. A collective.
 
-        `train_step` calls this before its first update. The rhythm multiplies advantages by factors that it computes
+        `train_round` calls this before its first update. The rhythm multiplies advantages by factors that it computes
         from the policy's attention. It does not multiply the regression targets of the critics, which learn the rewards
         themselves.
 
         Raises:
-            ContractError: on every rank, if a trained token of any rank has an advantage that is not finite.
+            ContractError: on every rank, if a trained token of any rank has an advantage that is not finite; on one
+                rank alone, if a model does not know a token or an expert of the samples (`forward_passes`).
         """
         config, credit, device, rhythm = self._config, plan.credit, self.mesh.device, self.rhythm
         models = StepModels(self.model, self.reference, self._teacher, self.critics, self.average)
@@ -395,10 +411,10 @@ class Trainer:
 
     @torch.no_grad()
     def mean_loss(self, shard: Shard) -> float:
-        """Return the mean of −log-prob over the tokens of a batch that could be trained now, over all ranks.
+        """Return the mean of −log-prob, in nats, over the tokens of a batch that could be trained now, over all ranks.
 
-        A collective. Nothing is trained. Supervised training (`flash.run.sft_rank`) calls this for its held-out
-        examples.
+        The mean is 0 if there is no such token. A collective. Nothing is trained. Supervised training
+        (`flash.run.sft_rank`) calls this for its held-out examples.
 
         Raises:
             ContractError: the batch has tokens of a version that may not be trained now, other counts than it claims,
@@ -437,7 +453,9 @@ class Trainer:
 
     @torch.no_grad()
     def _limit(self, minibatch: MinibatchPlan, inputs: Sequence[LossInputs], step: int, *, updated: bool) -> float:
-        """Return `Objective.limit` for a minibatch; inf if the objective has no limits. Else a collective.
+        """Return `Objective.limit` for a minibatch. A collective.
+
+        If the objective has no limits, or no token of the minibatch is trained, returns inf without a collective.
 
         The limit is a number that the objective computes from all trained tokens of the minibatch over all ranks, under
         the weights just before the update. This costs a forward pass, unless no update was made in this step and the
@@ -478,7 +496,8 @@ class Trainer:
         """Return `Objective.bounds`: a range of σ, outside of which the objective leaves out a part of a token's loss.
 
         σ is the standard deviation of the critics' values. The range is computed from all trained tokens of the batch,
-        which is a collective. If the objective does not compare critics, the range is infinite.
+        which is a collective. If the objective does not compare critics, or no token of the batch is trained, the range
+        is infinite, and no collective is made.
 
         Raises:
             ConfigError: on every rank, if the objective raised an error.
@@ -562,6 +581,9 @@ class Trainer:
         trained. And a correction decides by the log-probs of the training pass itself, so the tokens that it rejects
         are known only afterwards; tokens of truncated samples, which `mask_truncated` leaves out, count as rejected.
         The caller divides the gradient by the share. If anything can be rejected, this is a collective.
+
+        The denominator counts tokens if the aggregation is `token_mean`. All other aggregations divide by a number of
+        sequences (`algorithms.sequences.token_weights`). The share is 0 if no token has a loss.
         """
         algorithm, by_tokens = self._config.algorithm, self._method.aggregation == "token_mean"
         tokens, sequences = minibatch.tokens, minibatch.sequences
@@ -572,7 +594,9 @@ class Trainer:
         return sequences / max(minibatch.assumed_sequences, 1)
 
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
-        """Make one update of the policy, and return the gradient's norm before clipping. A collective.
+        """Make one update of the policy, and return the gradient's norm before clipping, which may be inf or NaN.
+
+        A collective. `_end_minibatch` calls this, but not while only the critics learn.
 
         An update whose gradient is not finite is left out if `train.on_nonfinite` is "skip", or if the loss was scaled
         too far in float16. `skipped_steps` counts the updates that are left out.
@@ -641,7 +665,9 @@ class _RunningMinibatch:
     """
 
     assumed_tokens: int
+    """Assumed number of trained tokens of the whole minibatch, over all ranks."""
     assumed_sequences: int
+    """Assumed number of sequences of the whole minibatch that have a trained token, over all ranks."""
     repeated: bool = False
     """True in the passes over a batch after the first one."""
     tokens: int = 0
@@ -654,12 +680,15 @@ class _RunningMinibatch:
 
     @classmethod
     def begin(cls, plan: MinibatchPlan) -> _RunningMinibatch:
-        """Return a minibatch that begins with this part."""
+        """Return a minibatch with the counts that its first part lets assume. The caller adds the part itself."""
+        # If the first part is also the last one, its counts are the real ones.
         if plan.place.ends:
             return cls(plan.total_tokens, plan.total_sequences)
 
         def assumed(count: int) -> int:
-            # A power of two changes no digit of a gradient. It is near the final number, so that float16 can hold it.
+            # `share` is the share of the minibatch's groups that this part has, so count / share is about the final
+            # number. The result is the power of two next to it: a division by a power of two changes no digit of a
+            # gradient, and a number near the final one keeps the gradient inside of float16's range.
             return 2 ** round(math.log2(max(count, 1) / plan.place.share))
 
         return cls(assumed(plan.total_tokens), assumed(plan.total_sequences))
@@ -671,7 +700,10 @@ class _RunningMinibatch:
         self.parts.append(part)
 
     def again(self) -> _RunningMinibatch:
-        """Return this minibatch for another pass, without its parts. The counts are known now."""
+        """Return this minibatch for another pass over its parts, which the caller adds again. The counts are known now.
+
+        `finish_step` calls this for each pass of `updates_per_batch` after the first one.
+        """
         return _RunningMinibatch(self.tokens, self.sequences, repeated=True)
 
     def emptied(self) -> _RunningMinibatch:
@@ -684,8 +716,11 @@ class _RunningStep:
 
     def __init__(self, config: Config, mesh: TrainerMesh) -> None:
         self.counts = BatchCounts()
+        """Tokens, ages and rewards of all rounds so far."""
         self.statistics = StepStatistics(mesh)
+        """Statistics of all micro-batches that were trained so far, in all passes."""
         self.shown = ShownTokens(config.run.log_samples)
+        """Numbers for the few samples that the run's pages show."""
         self.bounds = NO_BOUNDS
         """Result of `Trainer._bounds`, which is computed from the whole batch."""
         self.minibatch: _RunningMinibatch | None = None
@@ -697,3 +732,4 @@ class _RunningStep:
         self.updates = 0
         """Number of minibatches that were trained, in all passes."""
         self.flops = 0.0
+        """Model FLOPs of the rounds so far on the samples of this rank, for all passes over them."""

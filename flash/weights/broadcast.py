@@ -292,6 +292,8 @@ class BroadcastServer(WeightServer):
         if store is not None and not self._planner.failed:
             self._group = Broadcasts(self.backend, store, 0, size, self._limit_s)
         for piece in split_image(image, turn.first, self._piece_bytes, self._device):
+            # The threads of connections set `failed`, and abort the group. A stale value costs one more broadcast at
+            # most, so no lock is needed to read it.
             if self._planner.failed:
                 raise TransportError("an engine's worker is gone, or has left the group")
             assert self._group is not None, "an epoch that has not failed has its group"

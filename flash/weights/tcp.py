@@ -189,6 +189,8 @@ class WeightServer:
         `AuthenticatedListener` logs.
         """
         version, digest = PULL_REQUEST.unpack(_receive(connection, PULL_REQUEST.size))
+        # `hold` may add a version between the two reads below, and while this thread sends. This does no harm: nothing
+        # writes to an image or to its changes, and the changes name their version.
         with self._lock:
             known = self._changes
         if (image := self._held_image(version)) is None:
@@ -419,6 +421,7 @@ class TcpReceiver:
         # next pull fetches all bytes.
         self._digest, before, self._tensors = NO_DIGEST, self._tensors, {}
         for line in check_manifest(reply.manifest, source):
+            # Changes come only for the version that this worker holds, which has tensors of the same names.
             old = before.pop(line.name) if reply.changes else None
             flat = _receive_tensor(connection, line, source.version, old)
             if source.deltas:

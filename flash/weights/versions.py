@@ -145,7 +145,7 @@ def check_canary(canary: Canary, observed: Sequence[float], *, engine: int, vers
         version: the version just loaded, for the message.
 
     Raises:
-        WeightsError: the mean exceeds the tolerance, or a log-prob is NaN.
+        WeightsError: the mean exceeds the tolerance, a log-prob is NaN, or the numbers of log-probs differ.
     """
     if len(observed) != len(canary.logprobs):
         raise WeightsError(

@@ -95,6 +95,7 @@ def token_logprobs(
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
+        ContractError: `sequences` have routes (an engine's choice of experts) of a model with other layers or experts.
     """
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
@@ -148,6 +149,8 @@ def policy_logprobs(
 
     Raises:
         ConfigError: the model changes the logits after its output layer in a way that the layer does not know.
+        ContractError: the micro-batch has routes (an engine's choice of experts) of a model with other layers or
+            experts.
     """
     return token_logprobs(
         model,
@@ -336,6 +339,7 @@ class OutputLayer(nn.Module):
     def __init__(
         self, layer: nn.Linear, *, wide: bool, context: DeviceMesh | None = None, change: LogitChange = UNCHANGED
     ) -> None:
+        """Take over the parameters of `layer`. The fields of the same names explain the other arguments."""
         super().__init__()
         self.weight = layer.weight
         self.bias = layer.bias
@@ -346,6 +350,7 @@ class OutputLayer(nn.Module):
         self.change = change
         """Change (scale and cap) that the model makes to logits. This layer makes the change instead of the model."""
         self.chunk_bytes = CHUNK_BYTES
+        """Largest number of bytes of logits that exist at a time. Tests set a smaller number."""
         self.replay: RoutingReplay | None = None
         """Replay of the experts that engines chose, for `token_logprobs`; None if the model chooses its own experts."""
         self._request: LogprobRequest | None = None
@@ -457,10 +462,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         change: LogitChange,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-prob and entropy, [T] each. `selected_logprobs` explains the arguments."""
         logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
         norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
         temperature_T1 = temperature_T.to(logp_T)[:, None]
+        # Factors that are float32 or wider give wide logits by themselves.
         product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
+        # On a GPU, `fused` compiles the function to one kernel, which reads the logits once.
         reduce_logits = fused(_reduce_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
             logits_CV = apply_change(product(hidden_TD[rows], weight_VD, bias_V), change)
@@ -477,6 +485,10 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return one gradient per argument of `forward`: of hidden states, weight and bias, and None for the others.
+
+        `grads_T` are the gradients of the loss by the log-probs and by the entropies.
+        """
         hidden_TD, weight_VD, bias_V, target_T, temperature_T1, norm_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
@@ -583,7 +595,8 @@ def _scaled_logits(logits_CV: Tensor, temperature_C1: Tensor) -> Tensor:
 def _reduce_logits(logits_CV: Tensor, target_C: Tensor, temperature_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors [C]: log-prob of the target, norm = scaled logit − log-prob, and entropy.
 
-    The norm, the log of the sum of exp(scaled logit), is all that the backward pass needs of the softmax.
+    The norm, the log of the sum of exp(scaled logit), is all that the backward pass needs of the softmax. `logits_CV`
+    may be overwritten, so that no second tensor of this size is needed. `temperature_C1` is the divisor of the logits.
     """
     scaled_CV = _scaled_logits(logits_CV, temperature_C1)
     # Subtract the largest logit, so that large logits do not cost digits of the small differences between them.
@@ -612,7 +625,7 @@ def _grad_logits(
     `dtype`.
 
     Args:
-        logits_CV: the logits.
+        logits_CV: the logits, which may be overwritten.
         norm_C1: norm of each position, from `_reduce_logits`.
         index_C1: the targets.
         grad_logp_C1: gradient of the loss by log p[target], divided by −temperature.
@@ -626,6 +639,7 @@ def _grad_logits(
         grad_CV = log_share_CV.exp_()
         grad_CV *= grad_logp_C1
     else:
+        # p · ((log p + H) · g_entropy + g_logp) / −temperature, by the formulas at the top of the file.
         entropy, grad_entropy = entropy_C1
         grad_CV = log_share_CV.exp()
         log_share_CV += entropy
@@ -636,7 +650,7 @@ def _grad_logits(
 
 
 def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Add a matrix product to a sum of a wider dtype, in place."""
+    """Add a matrix product to a sum of the same or a wider dtype, in place."""
     if sum_VD.dtype == left_VC.dtype:
         sum_VD.addmm_(left_VC, right_CD)
     elif sum_VD.is_cuda:

@@ -53,7 +53,15 @@ class AttentionWatch(Protocol):
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
-        """Receive one layer's states as the model made them: query [1, H, P, D], key [1, heads of keys, P, D]."""
+        """Receive one layer's states as the model made them.
+
+        Args:
+            module: the attention module of the layer.
+            query: [1, H, P, D], queries of all tokens of all sequences, also of tokens that sequences share.
+            key: [1, heads of keys, P, D].
+            scaling: factor of the products of queries and keys; None: 1 / √D.
+            sliding_window: number of tokens that a token sees, itself included; None: itself and all earlier tokens.
+        """
         ...
 
 
@@ -128,7 +136,11 @@ def model_inputs(model: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
-    """Lay sequences out in one row, in which each shared prefix occurs once."""
+    """Lay sequences out in one row, in which each shared prefix occurs once.
+
+    The result is the whole row; `PackedRow.sliced` divides it in a context group. `device` is the device on which the
+    model computes.
+    """
     # place_U has, for each place of the row, the token of the sequences that it computes. row_P is the reverse.
     place_U, row_P = sequences.computed
     offset_S = sequences.offset_S
@@ -169,10 +181,21 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of causal attention within each sequence of a packed row, [1, U, H, D].
+    """Return the output of causal attention within each sequence of a packed row, [1, U, H, D], and None.
 
-    transformers calls this in place of its own attention, with `query` of shape [1, H, U, D]. In a context group, each
-    rank passes the states of its slice of the row and gets the output of its slice.
+    transformers calls this in place of its own attention, and takes None for attention weights that are not returned.
+    In a context group, each rank passes the states of its slice of the row and gets the output of its slice.
+
+    Args:
+        module: the attention module of the layer.
+        query: [1, H, U, D].
+        key: [1, heads of keys, U, D].
+        value: [1, heads of keys, U, D].
+        attention_mask: always None, because the layout takes its place.
+        scaling: factor of the products of queries and keys; None: 1 / √D.
+        sliding_window: number of tokens that a token sees, itself included; None: itself and all earlier tokens.
+        packed_layout: description of the row, from `model_inputs`.
+        other: options of single models: a cap of scores (`softcap`), scores of attention sinks (`s_aux`).
 
     Raises:
         ConfigError: the model does not pass `packed_layout` on, makes a mask of its own, or has capped scores or
@@ -214,7 +237,8 @@ def attend_in_parts(
     """Return [U, H, D]: the attention output of each token of the row, merged over all parts, with gradients.
 
     An attention sink is a learned score of each head that takes a share of the attention and adds nothing to the
-    output: `sinks_H` are these scores; None if the model has none.
+    output: `sinks_H` are these scores; None if the model has none. `parts` come from `RowAttention.parts`: each token
+    is a query of one part with its own sequence, and of at most one more part with its prefix.
     """
     return _PackedAttention.apply(query_UHD, key_UHD, value_UHD, sinks_H, parts, scores)  # pyright: ignore[reportReturnType]
 
@@ -236,6 +260,7 @@ class _PackedAttention(torch.autograd.Function):
         parts: Sequence[AttentionPart],
         scores: ScoreOptions,
     ) -> Tensor:
+        """Return [U, H, D]: the output. `attend_in_parts` explains the arguments."""
         states = (query_UHD, key_UHD, value_UHD)
         wide = torch.promote_types(value_UHD.dtype, torch.float32)
         # A single part over the whole row needs neither gathering nor merging.
@@ -256,6 +281,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return one gradient per argument of `forward`: of query, key, value and sinks, and None for the others."""
         (grad_UHD,), (query_UHD, key_UHD, value_UHD, sinks_H, answer_UHD, lse_UH) = grads, ctx.saved_tensors
         states, parts = (query_UHD, key_UHD, value_UHD), ctx.parts
         if len(parts) == 1 and parts[0].queries.contiguous is not None:

@@ -258,6 +258,8 @@ def _why_not_packed(
                 f"gives packed sequences other log-probs than each of them alone, by {gap:.3g} nats; the first layer "
                 f"to differ is {layer}"
             )
+        # A few sequences save time and memory: two that follow others in the row, one that shares a prefix with the
+        # first of these, and the long one, if there is one.
         kind, error = _gradient_gap(model, [*sequences[1:3], forked[1], *sequences[len(LENGTHS) :]])
     except (ConfigError, *FAULTS) as error:
         if _is_outside_fault(error):

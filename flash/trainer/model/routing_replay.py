@@ -110,11 +110,13 @@ class _GivenTopK(TorchFunctionMode):
     """
 
     def __init__(self, routes_UK: Tensor | None, experts: int) -> None:
+        """Give the experts `routes_UK`; None only counts the calls. `experts` is the number of the layer's experts."""
         super().__init__()
         self._routes_UK, self._experts = routes_UK, experts
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function of torch, and return its result or, for the choice of experts, the given experts."""
         found = func(*args, **(kwargs or {}))
         # Only the choice among all experts is replaced: [U, experts].
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:

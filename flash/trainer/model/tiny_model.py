@@ -408,7 +408,7 @@ def _warm_start(
     for step in range(config.warm_start_steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / LR_WARMUP_STEPS)
-        # Each step has its own seed.
+        # Each step has its own seed, so that its examples are new ones. Another `SEED` gives none of these seeds.
         examples = env.solved_examples(config.batch_size, SEED * config.warm_start_steps + step)
         ids_BT, targets_BT = _encode(tokenizer, examples)
         loss, probability = _loss(model, ids_BT, targets_BT)
