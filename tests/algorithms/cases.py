@@ -21,6 +21,7 @@ LENGTHS = (7, 1, 12, 5, 9, 3, 16, 2, 8)
 ALL_MASKED = 3
 """The sequence without an unmasked token."""
 
+# The options are chosen so that the bounds of the objective lie within the ratios of `random_tokens`.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [{}, {"clip_low": 0.1, "clip_high": 0.4}],
     "dapo": [{}],
@@ -44,9 +45,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "aipo": [{}, {"cap": 1.1}],
     "m2po": [{}, {"tau": 0.1}],
 }
+"""Options with which each objective is tested, by its name in the configuration."""
 
 
 def objective_class(name: str) -> Any:
+    """Return the class of the objective with this name in the configuration."""
     module, kind = OBJECTIVES[name].split(":")
     return getattr(importlib.import_module(module), kind)
 
@@ -54,15 +57,22 @@ def objective_class(name: str) -> Any:
 CASES: list[tuple[str, Objective]] = [
     (name, objective_class(name)(**options)) for name, several in OPTIONS.items() for options in several
 ]
+"""Name and objective, for each entry of `OPTIONS`."""
 DEFAULTS: list[Objective] = [objective_class(name)() for name in OPTIONS]
+"""Every objective with its default options."""
 
 
 def random_tokens(dtype: torch.dtype = torch.float64, seed: int = 4) -> PackedTokens:
-    """Ragged sequences of data that is off policy; advantages differ from token to token, as those of a critic do."""
+    """Return ragged sequences of off-policy tokens. Advantages differ from token to token, as those of a critic do.
+
+    About three of four tokens are unmasked; the sequence `ALL_MASKED` has no unmasked token, and sequence 1 is a single
+    unmasked token.
+    """
     generator = torch.Generator().manual_seed(seed)
     count, sequences = sum(LENGTHS), len(LENGTHS)
 
     def normal(scale: float, size: int = count) -> Tensor:
+        # Return normal numbers with this standard deviation. They are float64, so that all dtypes get the same numbers.
         return scale * torch.randn(size, generator=generator, dtype=torch.float64)
 
     sequence_T = torch.repeat_interleave(torch.arange(sequences), torch.tensor(LENGTHS))
@@ -85,11 +95,12 @@ def random_tokens(dtype: torch.dtype = torch.float64, seed: int = 4) -> PackedTo
 
 
 def on_policy(tokens: PackedTokens) -> PackedTokens:
+    """Return the tokens as if the trained policy had sampled them, and were the proximal policy, too."""
     return tokens._replace(behaviour_T=tokens.logp_T, proximal_T=tokens.logp_T)
 
 
 def rows_of(tokens: PackedTokens) -> list[Row]:
-    """For the references, in float64."""
+    """Return the tokens in the form that the references take, with Python floats."""
     logp = tokens.logp_T.tolist()
     columns = (tokens.behaviour_T, tokens.proximal_T, tokens.advantage_T, tokens.reward_T, tokens.deviation_T)
     return [
@@ -101,13 +112,16 @@ def rows_of(tokens: PackedTokens) -> list[Row]:
 
 
 def filled(tokens: PackedTokens, garbage: float) -> PackedTokens:
-    """Garbage in every masked slot."""
+    """Return the tokens with the number `garbage` in every float tensor where a token is masked."""
     fields = ("logp_T", "behaviour_T", "proximal_T", "advantage_T", "reward_T", "deviation_T")
     return tokens._replace(**{name: getattr(tokens, name).where(tokens.mask_T, garbage) for name in fields})
 
 
 def with_limit(objective: Objective, parts: Sequence[PackedTokens]) -> list[PackedTokens]:
-    """The parts of a minibatch, here also the batch, with what the objective says of the whole."""
+    """Return the parts of a minibatch with the objective's `limit` and `bounds`, computed from all parts together.
+
+    The minibatch is the whole batch here.
+    """
     if objective.critics > 1:
         bounds = objective.bounds(torch.cat([part.deviation_T[part.mask_T] for part in parts]))
         parts = [part._replace(bounds=bounds) for part in parts]
@@ -120,7 +134,7 @@ def with_limit(objective: Objective, parts: Sequence[PackedTokens]) -> list[Pack
 
 
 def take(tokens: PackedTokens, order: Sequence[int]) -> tuple[PackedTokens, Tensor]:
-    """Pack some sequences again, in this order. Also returns the former place of each token."""
+    """Pack the sequences with the indices `order` again, in this order. Also returns the former place of each token."""
     places = [torch.nonzero(tokens.sequence_T == one).flatten() for one in order]
     place_T = torch.cat(places)
     columns = {name: value[place_T] for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
@@ -135,10 +149,16 @@ def step(
     aggregation: Aggregation | None = None,
     corrections: Sequence[Correction] = (),
 ) -> tuple[float, list[Tensor]]:
-    """Loss of a minibatch that was cut into micro-batches, and the gradient for the log-probs of each.
+    """Return the loss of a minibatch that was cut into micro-batches, and the gradient of each part's log-probs.
 
-    Like the trainer: masked slots are emptied before the objective and after it, rejected tokens leave the mask, and
-    the denominators are global.
+    Computes as the trainer does: masked slots are emptied before the objective and after it, rejected tokens leave the
+    mask, and the denominators count the whole minibatch.
+
+    Args:
+        objective: the objective under test.
+        parts: the micro-batches.
+        aggregation: way to sum the token losses; None: the objective's own.
+        corrections: corrections by which tokens are weighted or rejected.
     """
     corrected = [correct(corrections, part) for part in parts]
     parts = [part._replace(mask_T=part.mask_T & one.accepted_T) for part, one in zip(parts, corrected, strict=True)]
@@ -155,7 +175,7 @@ def step(
             part.sequences,
             total_tokens=total_tokens,
             total_sequences=total_sequences,
-            constant=16.0,
+            constant=16.0,  # any number: it scales the loss of the aggregation `constant`
         )
         loss_T = objective(emptied).loss_T.where(part.mask_T, 0.0) * one.weight_T.where(part.mask_T, 0.0)
         share = (loss_T * weight_T).sum()
@@ -167,4 +187,5 @@ def step(
 
 
 def is_finite(loss: float, gradients: Sequence[Tensor]) -> bool:
+    """Return True if a result of `step` has no number that is infinite or NaN."""
     return math.isfinite(loss) and all(bool(one.isfinite().all()) for one in gradients)

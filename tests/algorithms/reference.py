@@ -1,5 +1,10 @@
 """Reference of every objective: one token at a time, in Python floats, with gradients by hand.
 
+`test_objectives.py` compares each objective of `algorithms` with its function in `REFERENCES`. The class of the
+objective has the formula and the source. Here `o` is the objective, whose fields are its options, `rows` are all tokens
+of a micro-batch, and `t` is the index of the token whose loss is wanted. r is the ratio π_θ / π_behaviour of a token
+unless a function says otherwise; A is the advantage. *Flat* means that a clip has removed the gradient.
+
 `logp` has a gradient; `fixed` is the same number where the formula has a stop-gradient. They are equal except
 for a finite difference, which moves `logp` alone. Nothing here is shared with `algorithms`.
 """
@@ -17,14 +22,21 @@ class Row:
     """Numbers of a single token."""
 
     logp: float
+    """Log-prob under the trained policy, where the formula has a gradient."""
     fixed: float
+    """Log-prob under the trained policy, where the formula has a stop-gradient."""
     behaviour: float
+    """Log-prob under the policy that sampled the token."""
     proximal: float
+    """Log-prob under the proximal policy."""
     advantage: float
     reward: float
     deviation: float
+    """σ: standard deviation of the critics' values before the token."""
     mask: bool
+    """True if the token is trained."""
     sequence: int
+    """Index of the token's sequence."""
 
 
 @dataclass
@@ -35,28 +47,31 @@ class Expected:
     gradient: dict[int, float]
     """Derivative of this token's loss by the logp of each token, by token."""
     stats: dict[str, float] = field(default_factory=dict)
+    """Statistics of this token, by name."""
 
 
 Reference = Callable[[Any, Sequence[Row], int], Expected]
+"""Function from an objective, the tokens of a micro-batch, and the index of a token to the token's expected output."""
 
 
 def clip(x: float, low: float, high: float) -> float:
+    """Return x, moved into [low, high]."""
     return max(low, min(x, high))
 
 
 def mates(rows: Sequence[Row], t: int) -> list[int]:
-    """The unmasked tokens of the token's sequence."""
+    """Return the indices of the unmasked tokens of the sequence of token `t`, itself included if it is unmasked."""
     return [u for u, row in enumerate(rows) if row.mask and row.sequence == rows[t].sequence]
 
 
 def surrogate(ratio: float, a: float, o: Any) -> tuple[float, bool]:
-    """min(r A, clip(r) A), and whether it is flat there."""
+    """Return min(r A, clip(r) A) with the clip range of objective `o`, and True if it is flat there."""
     value = min(ratio * a, clip(ratio, 1 - o.clip_low, 1 + o.clip_high) * a)
     return value, (a > 0 and ratio > 1 + o.clip_high) or (a < 0 and ratio < 1 - o.clip_low)
 
 
 def clipped_to_behaviour(o: Any, rows: Sequence[Row], t: int) -> Expected:
-    """grpo, dapo, dr_grpo, reinforce_pp."""
+    """Return the clipped surrogate of r: the formula of grpo, dapo, dr_grpo and reinforce_pp."""
     row = rows[t]
     ratio = math.exp(row.logp - row.behaviour)
     value, flat = surrogate(ratio, row.advantage, o)
@@ -64,6 +79,7 @@ def clipped_to_behaviour(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return the clipped surrogate of r, which with A < 0 is at least `dual_clip` · A."""
     row = rows[t]
     ratio, a = math.exp(row.logp - row.behaviour), row.advantage
     value, flat = surrogate(ratio, a, o)
@@ -73,6 +89,10 @@ def ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def decoupled_ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return w times the clipped surrogate of r = π_θ / π_proximal, with w = π_proximal / π_behaviour.
+
+    A w above `weight_cap` becomes 0, or `weight_cap` if `cap` is not "mask".
+    """
     row = rows[t]
     ratio, weight = math.exp(row.logp - row.proximal), math.exp(row.proximal - row.behaviour)
     if weight > o.weight_cap:
@@ -83,7 +103,10 @@ def decoupled_ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def asyppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
-    """The surrogate of either form, where the critics disagree enough: by the rank of σ among all trained tokens."""
+    """Return the surrogate of either form, or 0 for a token on which the critics disagree too little.
+
+    The rank of the token's σ among all trained tokens decides, and also decides about its bonus.
+    """
     row = rows[t]
     centre = row.proximal if o.decoupled else row.behaviour
     ratio, weight = math.exp(row.logp - centre), math.exp(centre - row.behaviour)
@@ -102,6 +125,7 @@ def asyppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def tis(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return min(w, cap) times the clipped surrogate of r = π_θ / π_proximal, with w = π_proximal / π_behaviour."""
     row = rows[t]
     ratio, weight = math.exp(row.logp - row.proximal), min(math.exp(row.proximal - row.behaviour), o.cap)
     value, flat = surrogate(ratio, row.advantage, o)
@@ -110,28 +134,32 @@ def tis(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def weighted_reinforce(row: Row, t: int, weight: float, ratio: float, cut: bool) -> Expected:
-    """weight · A · log π with a weight that has no gradient."""
+    """Return weight · A · log π with a weight that has no gradient. `cut` is True if a bound has changed the weight."""
     stats = {"ratio": ratio, "clipped": float(cut), "weight": weight}
     return Expected(-weight * row.advantage * row.logp, {t: -weight * row.advantage}, stats)
 
 
 def tis_reinforce(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π, weighted by r within [low, high]."""
     ratio = math.exp(rows[t].fixed - rows[t].behaviour)
     return weighted_reinforce(rows[t], t, clip(ratio, o.low, o.high), ratio, not o.low <= ratio <= o.high)
 
 
 def cispo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π, weighted by r within [1 − clip_low, 1 + clip_high]."""
     ratio = math.exp(rows[t].fixed - rows[t].behaviour)
     low, high = 1 - o.clip_low, 1 + o.clip_high
     return weighted_reinforce(rows[t], t, clip(ratio, low, high), ratio, not low <= ratio <= high)
 
 
 def aipo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π, weighted by min(r, cap)."""
     ratio = math.exp(rows[t].fixed - rows[t].behaviour)
     return weighted_reinforce(rows[t], t, min(ratio, o.cap), ratio, ratio > o.cap)
 
 
 def topr(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π, weighted by 1 in a good sequence, else by the product of r over it, within [low, high]."""
     row = rows[t]
     product = 1.0
     for u in mates(rows, t):
@@ -142,6 +170,7 @@ def topr(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def topr_weighted(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return `topr`, times the option `positive` in a good sequence and times `negative` in a bad one."""
     plain = topr(o, rows, t)
     good = (rows[t].reward if o.split == "reward" else rows[t].advantage) > 0
     factor = o.positive if good else o.negative
@@ -150,7 +179,10 @@ def topr_weighted(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def gspo(o: Any, rows: Sequence[Row], t: int) -> Expected:
-    """GSPO-token: the sequence's geometric mean, moved by the token's own change."""
+    """Return GSPO-token: the clipped surrogate of the sequence's geometric mean of r.
+
+    The mean has no gradient. It is multiplied by exp(logp − fixed) of the token, which is 1 and has the gradient.
+    """
     row, group = rows[t], mates(rows, t)
     mean = math.fsum(rows[u].fixed - rows[u].behaviour for u in group) / len(group)
     ratio = math.exp(mean) * math.exp(row.logp) / math.exp(row.fixed)
@@ -159,10 +191,15 @@ def gspo(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def rloo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π."""
     return Expected(-rows[t].advantage * rows[t].logp, {t: -rows[t].advantage})
 
 
 def kimi15(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return A · log π − τ/2 · (squared log-ratio of the response, or of the token if `penalty` is "token").
+
+    Each token of a response gets an equal share of the response's square, and so has a gradient for all its tokens.
+    """
     row, group = rows[t], mates(rows, t) if o.penalty == "sequence" else [t]
     gap = math.fsum(rows[u].logp - rows[u].behaviour for u in group)
     slope: float = o.tau * gap / len(group)
@@ -173,6 +210,7 @@ def kimi15(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def m2po(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """Return r A, or 0 for a token that `m2po_dropped` names."""
     row = rows[t]
     ratio = math.exp(row.logp - row.behaviour)
     dropped = t in m2po_dropped(o.tau, rows)
@@ -181,7 +219,11 @@ def m2po(o: Any, rows: Sequence[Row], t: int) -> Expected:
 
 
 def m2po_dropped(tau: float, rows: Sequence[Row]) -> set[int]:
-    """Take the largest away, one after the other, until the mean of the rest is small enough."""
+    """Return the indices of the dropped tokens, chosen one after the other.
+
+    Only tokens whose ratio the objective pushes further from 1 can be dropped. The token with the largest squared
+    log-ratio goes first, until the mean of the others is at most `tau`.
+    """
     charge = {}
     for t, row in enumerate(rows):
         ratio = math.exp(row.fixed - row.behaviour)

@@ -1,6 +1,8 @@
 """The rhythm of attention once more, from the paper's definitions: one token at a time, in Python floats.
 
-A map is a square of numbers, map[t][s] what token t gives token s. Nothing here is shared with `algorithms`.
+A map is a square of attention weights: map[t][s] is the weight with which token t attends to token s. A response is the
+ascending places of its tokens; a gap in them ends a turn. `algorithms.rhythm` explains WAAD, FAI, Δ, plans and anchors.
+Nothing here is shared with `algorithms`.
 """
 
 from __future__ import annotations
@@ -10,25 +12,29 @@ from collections.abc import Sequence
 from typing import Any
 
 Map = Sequence[Sequence[float]]
+"""Attention map of one head, or the mean over several heads."""
 WINDOW, REACH, SHIFT, LOW_DISTANCE, HIGH_CHANGE = 10, 3, 0.4, 0.5, 0.6
 """W, k, α, τ_waad and τ_Δ."""
 
 
 def head_span(attention: Map, response: Sequence[int]) -> float:
-    """d: the mean over the response of how far back its tokens look."""
+    """Return the mean distance, in tokens, that the tokens of the response look back."""
     return sum(attention[t][s] * (t - s) for t in response for s in range(t + 1)) / len(response)
 
 
 def mean_map(maps: Sequence[Map]) -> list[list[float]]:
+    """Return the mean of the maps of several heads."""
     size = len(maps[0])
     return [[sum(one[t][s] for one in maps) / len(maps) for s in range(size)] for t in range(size)]
 
 
 def waad(attention: Map, response: Sequence[int], window: int) -> list[float]:
+    """Return WAAD of each token of the response: the mean of min(distance looked back, window)."""
     return [sum(attention[t][s] * min(t - s, window) for s in range(t + 1)) for t in response]
 
 
 def fai(attention: Map, response: Sequence[int], nearest: int, farthest: int) -> list[float]:
+    """Return FAI of each token: the mean weight that tokens of the response give it, `nearest` to `farthest` later."""
     found = []
     for s in response:
         later = [attention[t][s] for t in response if s + nearest <= t <= s + farthest]
@@ -37,12 +43,16 @@ def fai(attention: Map, response: Sequence[int], nearest: int, farthest: int) ->
 
 
 def delta(waad_of: Sequence[float], response: Sequence[int]) -> list[float]:
+    """Return Δ of each token: the change of WAAD to the next token; 0 at the end of a turn."""
     values = dict(zip(response, waad_of, strict=True))
     return [abs(values[t] - values[t + 1]) if t + 1 in values else 0.0 for t in response]
 
 
 def top(signal: Sequence[float], share: float) -> set[int]:
-    """Places of the largest, at most ⌈share · n⌉ of them, earlier ones first; none that is 0."""
+    """Return the indices of the largest values, at most ⌈share · n⌉ of them and none that is 0.
+
+    Of equal values, earlier ones are taken first.
+    """
     order = sorted(range(len(signal)), key=lambda place: (-signal[place], place))
     return {place for place in order[: math.ceil(share * len(signal) - 1e-9)] if signal[place] > 0}
 
@@ -57,7 +67,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def gamma(options: Any, local: Map, far: Map, response: Sequence[int]) -> list[float]:
-    """The multiplier of each token of the response, from the two mean maps."""
+    """Return the multiplier of each token, from the mean map of the local heads and of the global heads (`far`)."""
     waad_of = waad(local, response, WINDOW)
     delta_of = delta(waad_of, response)
     extra = options.gain - 1

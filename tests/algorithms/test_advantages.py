@@ -1,3 +1,5 @@
+"""Estimators of advantages: group, leave-one-out and turn estimators, and the whitening over a batch."""
+
 from __future__ import annotations
 
 import math
@@ -21,13 +23,16 @@ from algorithms.advantages import (
 )
 
 Estimator = Callable[[list[float], list[int]], FloatArray]
+"""Function from the rewards of samples and the groups of the same samples to their advantages."""
 
 BATCH = st.lists(st.tuples(st.integers(0, 6), st.floats(-100, 100, width=32)), min_size=1, max_size=60)
+"""Batches of (group, reward) pairs."""
 ESTIMATORS: list[Estimator] = [group_advantages, group_mean_advantages, leave_one_out_advantages]
 ALL = pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: one.__name__)
 
 
 def naive(estimator: Estimator, rewards: list[float], groups: list[int]) -> list[float]:
+    """Return the advantages that `estimator` should give, computed sample by sample from the definitions."""
     result = []
     for place, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
@@ -106,6 +111,7 @@ def test_one_id_per_reward_is_required(estimator: Estimator) -> None:
 
 
 def naive_turns(turns: list[list[float]], groups: list[int], gamma: float) -> list[list[float]]:
+    """Return the advantages of the turns of each sample, computed turn by turn from the definition."""
     returns = [
         [sum(gamma**later * one for later, one in enumerate(rewards[turn:])) for turn in range(len(rewards))]
         for rewards in turns
@@ -135,7 +141,7 @@ def test_a_turn_that_one_sample_alone_reached_says_nothing() -> None:
     assert [one.tolist() for one in found] == [[1.0, 1.0, 0.0], [-1.0, -1.0]]
 
 
-def test_samples_of_one_turn_are_those_of_a_group() -> None:
+def test_samples_of_one_turn_have_the_advantages_of_a_group() -> None:
     rewards, groups = [1.0, 3.0, 2.0, 7.0], [0, 0, 0, 1]
     found = turn_advantages([[one] for one in rewards], groups, 0.5)
     np.testing.assert_array_equal(np.concatenate(found), group_advantages(rewards, groups))

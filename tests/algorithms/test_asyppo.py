@@ -15,18 +15,22 @@ from algorithms.objectives.trust_region import AsyPpo
 from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9, 1 - 1e-13])
+"""Shares of tokens to leave out. 0.29 · 100 is below 29 in floats, and the last one is almost 1, which is refused."""
 LEVELS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 
 def judged(deviations: list[float], mask_lowest: float, filter_highest: float) -> tuple[list[bool], list[bool]]:
-    """Return for each token if it is masked, and if it is filtered."""
+    """Return two lists with True for each token that the shares leave out, given the σ of all tokens.
+
+    In the first list the token is masked (it has no policy loss), in the second it is filtered (no entropy bonus).
+    """
     deviation_N = torch.tensor(deviations, dtype=torch.float64)
     low, high = AsyPpo(mask_lowest=mask_lowest, filter_highest=filter_highest).bounds(deviation_N)
     return (deviation_N < low).tolist(), (deviation_N > high).tolist()
 
 
 @given(LEVELS, SHARES, SHARES)
-def test_what_is_left_out_is_the_end_of_the_order_and_never_more_than_the_share(
+def test_the_tokens_left_out_are_one_end_of_the_order_and_at_most_the_share(
     levels: list[int], mask_lowest: float, filter_highest: float
 ) -> None:
     count = len(levels)
@@ -42,7 +46,7 @@ def test_what_is_left_out_is_the_end_of_the_order_and_never_more_than_the_share(
 
 @pytest.mark.parametrize("count", [5, 10, 100, 101])
 @pytest.mark.parametrize("share", [0.2, 0.29, 0.3, 0.7])
-def test_where_no_two_are_alike_the_share_is_exact(count: int, share: float) -> None:
+def test_if_all_deviations_differ_the_share_is_exact(count: int, share: float) -> None:
     order = np.random.default_rng(count).permutation(count)
     masked, filtered = judged([1.0 + float(one) for one in order], share, share)
     expected = math.floor(share * count + 1e-9)
@@ -52,25 +56,25 @@ def test_where_no_two_are_alike_the_share_is_exact(count: int, share: float) -> 
 
 
 @pytest.mark.parametrize("level", [0.0, 0.4])
-def test_critics_that_disagree_alike_everywhere_leave_nothing_out(level: float) -> None:
-    """New critics say the same of every state."""
+def test_equal_disagreement_everywhere_leaves_no_token_out(level: float) -> None:
+    """Check σ = 0 everywhere, as of new critics, which are equal, and another constant."""
     masked, filtered = judged([level] * 10, 0.5, 0.5)
     assert not any(masked + filtered)
 
 
-def test_one_state_is_not_torn_by_the_rounding_of_its_values() -> None:
+def test_deviations_that_differ_by_rounding_are_on_the_same_side_of_a_bound() -> None:
     rounded = [0.4 + 1e-6 * one for one in range(10)]
     masked, filtered = judged([0.1, *rounded, 0.9], 0.5, 0.5)
     assert masked == [True] + [False] * 11
     assert filtered == [False] * 11 + [True]
 
 
-def test_without_a_token_there_is_nothing_to_bound() -> None:
+def test_without_a_token_the_bounds_are_infinite() -> None:
     assert AsyPpo().bounds(torch.zeros(0)) == (-math.inf, math.inf)
 
 
 def halves(tokens: PackedTokens, objective: AsyPpo) -> tuple[PackedTokens, torch.Tensor]:
-    """The tokens with the objective's bounds, and which of them it learns from."""
+    """Return the tokens with the objective's bounds, and bool [T]: True for tokens whose policy loss is kept."""
     (tokens,) = with_limit(objective, [tokens])
     return tokens, tokens.deviation_T >= tokens.bounds[0]
 
@@ -104,7 +108,7 @@ def test_the_bonus_leaves_the_tokens_on_which_critics_disagree_most() -> None:
     assert without[0] > kept[-1]
 
 
-def test_what_belongs_to_the_decoupled_form_has_no_effect_without_it() -> None:
+def test_options_of_the_decoupled_form_have_no_effect_without_it() -> None:
     assert set(AsyPpo().without_effect()) == {"weight_cap", "cap", "proximal", "ewma_decay"}
     assert set(AsyPpo(decoupled=True).without_effect()) == {"ewma_decay"}
     assert AsyPpo(decoupled=True, proximal="ewma").without_effect() == {}

@@ -1,3 +1,5 @@
+"""Corrections for the mismatch of policies: factors, rejected sequences, denominators, and options."""
+
 from __future__ import annotations
 
 import math
@@ -30,6 +32,7 @@ ALL = pytest.mark.parametrize("correction", CASES, ids=repr)
 
 
 def naive(correction: Any, rows: Sequence[Row], t: int) -> float:
+    """Return the factor that a correction gives token `t`, from its definition with w = π_proximal / π_behaviour."""
     weight = math.exp(rows[t].proximal) / math.exp(rows[t].behaviour)
     if isinstance(correction, TokenTis):
         return min(weight, correction.cap)
@@ -72,7 +75,7 @@ def test_masked_slots_change_no_weight(correction: Correction) -> None:
 
 
 @ALL
-def test_the_order_and_the_company_of_sequences_do_not_matter(correction: Correction) -> None:
+def test_order_and_choice_of_the_other_sequences_do_not_matter(correction: Correction) -> None:
     tokens = random_tokens()
     whole_T = correction(tokens)
     for chosen in ([8, 3, 0, 5], [1], list(reversed(range(len(LENGTHS))))):
@@ -81,7 +84,7 @@ def test_the_order_and_the_company_of_sequences_do_not_matter(correction: Correc
 
 
 @ALL
-def test_where_the_policies_agree_every_weight_is_one(correction: Correction) -> None:
+def test_if_the_policies_are_equal_every_weight_is_one(correction: Correction) -> None:
     tokens = random_tokens()
     assert (correction(tokens._replace(behaviour_T=tokens.proximal_T)) == 1).all()
 
@@ -100,6 +103,7 @@ AGGREGATED = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 
 
 def accepted(correction: Correction, tokens: PackedTokens) -> list[int]:
+    """Return the indices of the sequences that the correction accepts and that have an unmasked token."""
     accepted_T = correct([correction], tokens).accepted_T & tokens.mask_T
     return sorted(set(tokens.sequence_T[accepted_T].tolist()))
 
@@ -164,10 +168,10 @@ def test_the_gradient_of_a_filtered_step_is_its_finite_difference(
     ],
     ids=["icepop", "cap = mask", "m2po"],
 )
-def test_what_a_weight_of_zero_takes_away_stays_in_the_denominator(
+def test_tokens_with_weight_zero_stay_in_the_denominator(
     objective: Objective, reference: Reference, corrections: list[Correction]
 ) -> None:
-    """J = 1 / Σ |y| · Σ …, over all tokens, in each of their papers."""
+    """Check J = 1 / Σ |y| · Σ …, in which |y| counts all tokens of a response, as in the paper of each method."""
     tokens = random_tokens()
     (whole,) = with_limit(objective, [tokens])
     _, (gradient_T,) = step(objective, [tokens], "token_mean", corrections)

@@ -1,4 +1,8 @@
-"""Couplings that are there, that are not, and nulls that can be counted by hand."""
+"""Couplings of attention signals: planted ones, absent ones, and null distributions that can be counted by hand.
+
+`algorithms.couplings` explains plans (tokens where WAAD changes most), anchors (tokens with the largest FAI), and the
+cyclic shifts that make the null distribution.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ LENGTH = 120
 
 
 def steps_at(places: list[int], length: int) -> np.ndarray:
-    """A WAAD that changes after these tokens only."""
+    """Return a WAAD that changes after these tokens only, by 1 each, so that exactly these tokens can be plans."""
     waad = np.zeros(length)
     for place in places:
         waad[place + 1 :] += 1.0
@@ -24,7 +28,11 @@ def steps_at(places: list[int], length: int) -> np.ndarray:
 
 
 def planted(seed: int, *, entropy: bool = False, at: int | None = None) -> Signals:
-    """Twelve plans in 120 tokens; entropy is high there, or FAI is so many tokens later, or both are noise."""
+    """Return a response of 120 tokens with twelve plans. Entropy and FAI are noise from 0.1 to 0.3, except:
+
+    - with `entropy`, entropy is higher by 1 at the plans;
+    - with `at`, FAI is higher by 1 at the tokens `at` places after the plans.
+    """
     rng = np.random.default_rng(seed)
     places = sorted((rng.choice(LENGTH // 6 - 1, 12, replace=False) * 6 + rng.integers(0, 2, 12)).tolist())
     noise = rng.uniform(0.1, 0.3, (2, LENGTH))
@@ -36,6 +44,7 @@ def planted(seed: int, *, entropy: bool = False, at: int | None = None) -> Signa
 
 
 def found(*responses: Signals, options: Rhythm = OPTIONS, shifts: int = 200) -> list[Coupling]:
+    """Return the four couplings of the responses, in the order of `NAMES`. "After" means one or two tokens later."""
     one = couplings(options, responses, seed=4, shifts=shifts, reach=2)
     assert [each.name for each in one] == NAMES
     return one
@@ -64,13 +73,16 @@ def test_planted_couplings_are_found_and_no_others(count: int) -> None:
 
 
 def test_of_signals_without_a_coupling_few_have_a_small_p() -> None:
-    """Each p is at most x with a chance of about x."""
+    """Check that about a tenth of all p is at most 0.1: without a coupling, p ≤ x has a probability of about x."""
     small = [one.p <= 0.1 for seed in range(30) for one in found(planted(seed), shifts=LENGTH)]
     assert 0.03 < np.mean(small) < 0.2
 
 
 def test_the_null_of_a_short_response_is_every_shift_once() -> None:
-    """Eight tokens, seven with a change, one plan, entropy 1 there: one shift of seven gives 1, the others −1/6."""
+    """Check eight tokens, of which seven have a Δ and one is a plan with entropy 1; entropy is 0 at all others.
+
+    Of the seven shifts, one leaves the plan in its place and gives the difference 1. The others give −1/6.
+    """
     signals = Signals(np.arange(3, 11), steps_at([2], 8), np.zeros(8), np.eye(8)[2])
     entropy, *influence = found(signals)
     assert (entropy.marked, entropy.others, entropy.tokens) == (1.0, 0.0, 1)
@@ -82,7 +94,10 @@ def test_the_null_of_a_short_response_is_every_shift_once() -> None:
 
 
 def test_every_pair_of_shifts_of_two_short_responses_counts_once() -> None:
-    """Entropy 1 at both plans of 5 + 4 tokens with a change; both stay in one of 20 pairs, one in 7, none in 12."""
+    """Check two responses with 5 and 4 tokens that have a Δ, each with one plan, at which entropy is 1.
+
+    Of the 5 · 4 pairs of shifts, one leaves both plans in their places, 7 leave one plan, and 12 leave none.
+    """
     one = Signals(np.arange(1, 7), steps_at([1], 6), np.zeros(6), np.eye(6)[1])
     other = Signals(np.arange(2, 7), steps_at([3], 5), np.zeros(5), np.eye(5)[3])
     entropy = found(one, other)[0]
@@ -102,7 +117,10 @@ def test_drawn_shifts_follow_the_seed_and_never_make_a_p_of_0() -> None:
 
 
 def test_after_a_plan_ends_with_the_turn_and_the_response() -> None:
-    """The plan is the last token but one of its turn; the next turn begins two places later."""
+    """Check a plan at the last token but one of its response, with an anchor right after the turn's or response's end.
+
+    If the places have a gap (another turn), or the tokens belong to another response, the anchor follows no plan.
+    """
     turns = np.array([5, 6, 7, 8, 10, 11, 12, 13])
     waad = np.array([0.0, 0, 0, 1, 1, 1, 1, 1])
     influence = np.array([0.0, 0, 0, 0, 1, 0, 0, 0])
@@ -116,8 +134,11 @@ def test_after_a_plan_ends_with_the_turn_and_the_response() -> None:
     assert couplings(options, [cut, rest], reach=2)[3].marked == 0.0
 
 
-def test_the_last_token_of_a_turn_is_no_plan_and_held_against_none() -> None:
-    """Three turns of four; entropy is 0 at their ends and 1 elsewhere, which says nothing of plans."""
+def test_the_last_token_of_a_turn_is_neither_a_plan_nor_compared_with_plans() -> None:
+    """Check three turns of four tokens. Entropy is 0 at the ends of turns and 1 elsewhere.
+
+    If the ends were compared with the plans, the plans would seem to have a higher entropy.
+    """
     position = np.array([place + turn for turn in range(3) for place in range(4 * turn, 4 * turn + 4)])
     waad = np.array([0.0, 0, 1, 1] * 3)
     signals = Signals(position, waad, np.ones(12), np.array([1.0, 1, 1, 0] * 3))
@@ -126,20 +147,20 @@ def test_the_last_token_of_a_turn_is_no_plan_and_held_against_none() -> None:
     assert (entropy.null_low, entropy.null_high, entropy.p) == (0.0, 0.0, 1.0)
 
 
-def test_turns_of_one_token_cannot_plan() -> None:
+def test_turns_of_one_token_have_no_plan() -> None:
     single = Signals(np.array([3, 5, 7]), np.array([0.0, 2, 0]), np.zeros(3), np.ones(3))
     assert couplings(OPTIONS, [single])[0].tokens == 0
     alone, beside = (couplings(OPTIONS, some, seed=1)[0] for some in ([planted(0)], [planted(0), single]))
     assert alone == beside
 
 
-def test_tokens_that_none_follows_in_time_have_no_influence_to_compare() -> None:
+def test_tokens_without_followers_in_the_range_of_fai_are_not_compared() -> None:
     signals = Signals(np.arange(8), steps_at([1, 6], 8), np.array([1.0, 3, 1, 1, 1, 1, 0, 0]), np.zeros(8))
     at = couplings(Rhythm(top=0.25, nearest=2, farthest=4), [signals], reach=1)[1]
     assert (at.marked, at.others, at.tokens) == (3.0, 1.0, 1)
 
 
-def test_what_cannot_be_compared_is_no_number() -> None:
+def test_a_mean_without_tokens_is_nan() -> None:
     still = Signals(np.arange(5), np.zeros(5), np.zeros(5), np.ones(5))
     for one in couplings(Rhythm(nearest=10), [still]):
         assert one.tokens == 0

@@ -22,7 +22,7 @@ def naive(
     lam: float,
     bootstrap: FloatArray | None = None,
 ) -> tuple[list[float], list[float]]:
-    """The recursion, from the last token to the first."""
+    """Return advantages and returns of `gae` by its recursion, from the last token of each sequence to the first."""
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     for one in sorted(set(sequence.tolist())):
         after = 0.0 if bootstrap is None else float(bootstrap[one])
@@ -35,6 +35,10 @@ def naive(
 
 
 def batch(lengths: list[int], seed: int = 0) -> tuple[FloatArray, FloatArray, BoolArray, IntArray]:
+    """Return rewards, values, mask and sequence of the tokens of random sequences with these lengths.
+
+    About a fifth of the tokens have a reward, and four fifths are unmasked.
+    """
     rng = np.random.default_rng(seed)
     count = sum(lengths)
     return (
@@ -127,7 +131,7 @@ def test_monte_carlo_returns_are_the_discounted_rewards_whatever_a_critic_says(g
         monte_carlo(np.where(mask, math.inf, reward), mask, sequence, gamma=gamma)
 
 
-def test_a_perfect_critic_leaves_nothing_to_gain() -> None:
+def test_a_perfect_critic_gives_advantages_of_zero() -> None:
     reward, value = np.array([0.0, 0.0, 3.0]), np.array([3.0, 3.0, 3.0])
     ones, zeros = np.ones(3, dtype=bool), np.zeros(3, dtype=np.int64)
     advantage, returns = gae(reward, value, ones, zeros, gamma=1.0, lam=0.95)
@@ -160,10 +164,11 @@ def test_a_number_that_is_not_finite_is_refused_with_its_place(which: str) -> No
 GROUPS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=8, unique_by=lambda one: one[0]
 )
+"""Groups of a batch: pairs of the group's id and its number of responses."""
 
 
 @given(GROUPS, st.integers(1, 4), st.integers(0, 3))
-def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
+def test_every_response_has_one_critic_and_each_group_is_split_evenly(
     groups: list[tuple[int, int]], critics: int, seed: int
 ) -> None:
     ids = [group for group, size in groups for _ in range(size)]
@@ -177,7 +182,9 @@ def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
 
 
 @given(GROUPS, st.randoms(use_true_random=False))
-def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple[int, int]], shuffled: object) -> None:
+def test_the_assignment_of_a_group_does_not_depend_on_the_rest_of_the_batch(
+    groups: list[tuple[int, int]], shuffled: object
+) -> None:
     ids = [group for group, size in groups for _ in range(size)]
     mixed = list(ids)
     shuffled.shuffle(mixed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -187,13 +194,13 @@ def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple
         assert whole[np.array(ids) == group].tolist() == other[np.array(mixed) == group].tolist() == alone
 
 
-def test_what_a_group_has_over_goes_round_the_critics() -> None:
+def test_left_over_responses_of_groups_go_to_the_critics_in_turn() -> None:
     assert assign_critics(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
     triples = [group for group in range(4) for _ in range(3)]
     assert Counter(assign_critics(triples, 2, 0).tolist()) == {0: 6, 1: 6}
 
 
-def test_another_seed_or_group_deals_otherwise_and_the_same_one_alike() -> None:
+def test_the_assignment_depends_on_seed_and_group_alone() -> None:
     eight = [3] * 8
     dealt = {tuple(assign_critics(eight, 2, seed).tolist()) for seed in range(20)}
     assert len(dealt) > 10

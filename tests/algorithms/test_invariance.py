@@ -95,8 +95,11 @@ def test_a_batch_without_a_trained_token_gives_a_zero_gradient(objective: Object
 
 
 @OBJECTIVE
-def test_zero_advantages_give_no_push(objective: Objective) -> None:
-    """A group of one, without variance: only kimi15's penalty is left, and on policy it is none."""
+def test_zero_advantages_give_no_gradient(objective: Objective) -> None:
+    """Check advantages of 0, as a group with equal rewards has them.
+
+    The tokens are on policy, because off policy kimi15 has a penalty that does not depend on the advantage.
+    """
     tokens = on_policy(random_tokens())
     _, (gradient_T,) = step(objective, [tokens._replace(advantage_T=torch.zeros_like(tokens.logp_T))])
     assert (gradient_T == 0).all()
@@ -112,7 +115,7 @@ def test_a_single_token_is_a_batch(objective: Objective) -> None:
 
 @OBJECTIVE
 def test_a_large_gap_between_the_policies_stays_finite_in_float32(objective: Objective) -> None:
-    """Log-ratios of ±12 per token, and of more than a hundred over a sequence."""
+    """Check log-ratios of ±12 per token, which are more than ±100 over a sequence."""
     tokens = random_tokens(torch.float32)
     gap_T = torch.where(tokens.sequence_T % 2 == 0, 12.0, -12.0)
     far = tokens._replace(behaviour_T=tokens.logp_T - gap_T, proximal_T=tokens.logp_T - 0.1)

@@ -32,11 +32,12 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12)
 
 
 def weights_of(tokens: PackedTokens) -> torch.Tensor:
-    """Some weight for each token's loss, so that a gradient cannot hide in the sum."""
+    """Return a weight for each token's loss, 0 for masked ones. They differ, so that errors cannot cancel out."""
     return torch.linspace(0.3, 1.7, len(tokens.logp_T), dtype=torch.float64).where(tokens.mask_T, 0.0)
 
 
 def gradient_of(objective: Objective, tokens: PackedTokens) -> torch.Tensor:
+    """Return [T]: the gradient of the weighted sum of losses (`weights_of`) by the log-probs."""
     leaf_T = tokens.logp_T.clone().requires_grad_()
     (objective(tokens._replace(logp_T=leaf_T)).loss_T * weights_of(tokens)).sum().backward()
     assert leaf_T.grad is not None
@@ -88,6 +89,7 @@ def test_gradients_equal_finite_differences_that_leave_detached_factors_alone(na
     kept = [t for t, row in enumerate(rows) if row.mask]
 
     def loss(moved: int, by: float) -> float:
+        # Return the reference's loss of a sequence after `logp` of its token `moved` has changed, but not `fixed`.
         there = [*rows]
         there[moved] = dataclasses.replace(rows[moved], logp=rows[moved].logp + by)
         mine = [t for t in kept if rows[t].sequence == rows[moved].sequence]
@@ -115,7 +117,7 @@ def test_on_policy_weighted_topr_is_the_policy_gradient_times_its_weights() -> N
 
 
 @pytest.mark.parametrize("objective", DEFAULTS, ids=repr)
-def test_who_corrects_staleness_depends_on_the_policy_that_sampled(objective: Objective) -> None:
+def test_a_method_that_corrects_staleness_depends_on_the_policy_that_sampled(objective: Objective) -> None:
     tokens = random_tokens()
     moved = tokens._replace(behaviour_T=tokens.behaviour_T - 0.1)
     _, (one,) = step(objective, [tokens])
@@ -135,6 +137,7 @@ def test_stale_data_is_corrected_on_the_first_update_of_a_step() -> None:
         assert (stats["weight"] - 1).abs().mean() > 0.1
 
 
+# For each objective: its advantage estimator, its aggregation, and True if it corrects for old data.
 METHODS: dict[str, tuple[str, str, bool]] = {
     "grpo": ("group", "seq_mean_token_mean", True),
     "dapo": ("group", "token_mean", True),
@@ -163,13 +166,13 @@ def test_each_method_names_its_own_estimator_and_aggregation(name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["recompute", "loglinear", "ewma"])
-def test_decoupled_ppo_says_where_its_proximal_policy_comes_from(where: str) -> None:
+def test_decoupled_ppo_reports_the_source_of_its_proximal_policy(where: str) -> None:
     objective = objective_class("decoupled_ppo")(proximal=where, ewma_decay=0.5)
     assert objective.proximal_policy == where
     assert objective.proximal_decay == 0.5
 
 
-def test_what_a_method_does_not_have_is_an_error_to_ask_for() -> None:
+def test_hooks_that_a_method_does_not_define_raise() -> None:
     objective, tokens = objective_class("grpo")(), random_tokens()
     assert objective.proximal_policy == "recompute"
     with pytest.raises(TypeError, match="Grpo does not define proximal_decay"):

@@ -15,7 +15,7 @@ ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
 
 
 def naive(estimator: Estimator, logp: float, reference: float) -> tuple[float, float]:
-    """Value and derivative."""
+    """Return the estimate of a token and its derivative by the policy's log-prob, from the definitions."""
     delta = logp - reference
     ratio = math.exp(reference - logp)
     return {"k1": (delta, 1.0), "k2": (delta**2 / 2, delta), "k3": (ratio - 1 + delta, 1 - ratio)}[estimator]
@@ -38,7 +38,10 @@ def test_values_and_gradients_equal_the_formulas(estimator: Estimator, dtype: to
 
 
 def expected_gradients(estimator: Estimator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Over the actions of a small policy: of the estimator as a loss, of KL(π ‖ ref) and of KL(ref ‖ π)."""
+    """Return three expected gradients by the logits of a policy over six actions.
+
+    They are the gradients of the estimator as a loss, of KL(π ‖ ref) and of KL(ref ‖ π).
+    """
     generator = torch.Generator().manual_seed(1)
     start_A = torch.randn(6, generator=generator, dtype=torch.float64)
     reference_A = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -113,7 +116,7 @@ def test_by_default_k3_in_the_loss_to_the_initial_policy() -> None:
 
 @pytest.mark.parametrize("behind", [0.0, 1.0])
 def test_the_expected_gradient_is_that_of_the_reverse_kl(behind: float) -> None:
-    """Whatever policy has sampled, with the importance ratio."""
+    """Check it with the importance ratio, for samples of the policy itself and of another policy."""
     generator = torch.Generator().manual_seed(0)
     logits, teacher, other = torch.randn(3, 50, generator=generator, dtype=torch.float64)
     logits.requires_grad_()
@@ -127,14 +130,14 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(behind: float) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_policy_that_speaks_as_its_teacher_has_nothing_to_learn() -> None:
+def test_equal_log_probs_of_policy_and_teacher_leave_the_advantages_unchanged() -> None:
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     found = distilled(torch.tensor([0.5, 0.0]), logp, logp.detach(), 3.0)
     assert torch.equal(found, torch.tensor([0.5, 0.0]))
     assert not found.requires_grad
 
 
-def test_the_older_the_token_the_nearer_its_proximal_policy_is_to_now() -> None:
+def test_the_proximal_policy_of_an_older_token_is_nearer_to_the_current_policy() -> None:
     logp_T = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
     behaviour_T = torch.full((4,), -2.0, dtype=torch.float64)
     found_T = loglinear(logp_T, behaviour_T, torch.tensor([0, 1, 3, 9]))
@@ -142,8 +145,8 @@ def test_the_older_the_token_the_nearer_its_proximal_policy_is_to_now() -> None:
     assert not found_T.requires_grad
 
 
-def test_it_is_the_share_of_versions_that_lies_behind() -> None:
-    """a = (v_proximal − v_behaviour) / (v_θ − v_behaviour), one version ahead of the proximal one."""
+def test_the_proximal_policy_is_interpolated_by_the_age_in_versions() -> None:
+    """Check a = (v_proximal − v_behaviour) / (v_θ − v_behaviour), with v_θ = v_proximal + 1."""
     logp_T, behaviour_T = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     version_T, proximal = torch.tensor([7, 6, 5, 4, 2, 0]), 7
     share_T = (proximal - version_T).double() / (proximal + 1 - version_T)

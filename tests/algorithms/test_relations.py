@@ -16,6 +16,7 @@ from algorithms.objectives.trust_region import M2po
 from tests.algorithms.cases import LENGTHS, objective_class, random_tokens, rows_of, step, take, with_limit
 from tests.algorithms.reference import m2po_dropped
 
+# Pairs of a name and options. Both objectives of a pair must have equal losses on `random_tokens`.
 EQUAL: list[tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = [
     (("grpo", {"clip_high": 0.28}), ("dapo", {})),
     (("grpo", {}), ("dr_grpo", {})),
@@ -33,11 +34,14 @@ EQUAL: list[tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = [
 
 
 def build(made: tuple[str, dict[str, Any]]) -> Objective:
+    """Return the objective with this name and these options."""
     return objective_class(made[0])(**made[1])
 
 
 @pytest.mark.parametrize(("one", "other"), EQUAL, ids=str)
-def test_these_are_the_same(one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]) -> None:
+def test_objectives_with_these_options_are_equal(
+    one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]
+) -> None:
     tokens = random_tokens()
     loss, (gradient_T,) = step(build(one), [tokens], "token_mean")
     same, (same_T,) = step(build(other), [tokens], "token_mean")
@@ -46,7 +50,7 @@ def test_these_are_the_same(one: tuple[str, dict[str, Any]], other: tuple[str, d
 
 
 def singles() -> PackedTokens:
-    """Sequences of one token."""
+    """Return the tokens of `random_tokens`, each as a sequence of its own."""
     tokens = random_tokens()
     count = len(tokens.logp_T)
     return tokens._replace(sequence_T=torch.arange(count), sequences=count)
@@ -125,10 +129,11 @@ def test_the_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
 GAPS = st.lists(
     st.tuples(st.sampled_from([-2.0, -0.5, -0.1, 0.0, 0.1, 0.3, 1.5]), st.sampled_from([-1.0, 0.0, 2.0])), max_size=30
 )
+"""Tokens of a minibatch: pairs of log-ratio and advantage."""
 
 
 @given(GAPS, st.sampled_from([0.001, 0.04, 0.5, 3.0]))
-def test_m2po_drops_as_few_as_will_do(gaps: list[tuple[float, float]], tau: float) -> None:
+def test_m2po_drops_the_fewest_tokens_that_reach_its_threshold(gaps: list[tuple[float, float]], tau: float) -> None:
     log_ratio_N = torch.tensor([gap for gap, _ in gaps], dtype=torch.float64)
     advantage_N = torch.tensor([advantage for _, advantage in gaps], dtype=torch.float64)
     limit = M2po(tau=tau).limit(log_ratio_N, advantage_N)
@@ -144,7 +149,7 @@ def test_m2po_drops_as_few_as_will_do(gaps: list[tuple[float, float]], tau: floa
         assert limit == math.inf
 
 
-def test_m2po_looks_at_the_whole_minibatch() -> None:
+def test_the_limit_of_m2po_depends_on_the_whole_minibatch() -> None:
     tokens, objective = random_tokens(), M2po(tau=0.1)
     (whole,) = with_limit(objective, [tokens])
     dropped_T = objective(whole).stats["clipped"].bool() & tokens.mask_T
@@ -156,7 +161,7 @@ def test_m2po_looks_at_the_whole_minibatch() -> None:
     assert not torch.equal(alone_T, dropped_T)
 
 
-def test_m2po_does_not_drop_what_moves_back_towards_the_behaviour_policy() -> None:
+def test_m2po_keeps_tokens_that_move_back_towards_the_behaviour_policy() -> None:
     log_ratio_T = torch.tensor([3.0, -3.0, 3.0, -3.0], dtype=torch.float64)
     zero_T = torch.zeros(4, dtype=torch.float64)
     four = PackedTokens(

@@ -1,3 +1,10 @@
+"""Multipliers of advantages by the rhythm of attention, compared with a reference that computes token by token.
+
+`algorithms.rhythm` explains WAAD, FAI, plans, anchors, and local and global heads.
+
+Shape legend: H = heads, L = tokens of the sequence, R = tokens of the response.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,6 +33,7 @@ from algorithms.rhythm import (
 )
 from tests.algorithms import rhythm_reference as reference
 
+# Places of the tokens of a response within a sequence of `LENGTH` tokens; a gap ends a turn.
 RESPONSES = {
     "one turn": list(range(5, 60)),
     "three turns": [*range(4, 20), *range(22, 23), *range(30, 57)],
@@ -33,10 +41,11 @@ RESPONSES = {
     "shorter than the horizon": list(range(3, 9)),
 }
 LENGTH = 60
+"""Number of tokens of the sequence."""
 
 
 def random_maps(heads: int, seed: int = 0) -> torch.Tensor:
-    """float64 [H, L, L]: causal, rows add to 1, some heads look near and some far."""
+    """Return causal attention maps, float64 [H, L, L], whose rows add up to 1. The first heads look back least far."""
     generator = torch.Generator().manual_seed(seed)
     place = torch.arange(LENGTH, dtype=torch.float64)
     distance = place[:, None] - place[None, :]
@@ -46,7 +55,7 @@ def random_maps(heads: int, seed: int = 0) -> torch.Tensor:
 
 
 def signals(maps: torch.Tensor, response: list[int], options: Rhythm) -> tuple[Any, Any]:
-    """WAAD and FAI [H, R] of the response's rows."""
+    """Return WAAD and FAI of each head and token of the response, [H, R] each."""
     row = torch.tensor(response)
     weights, column = maps[:, row], torch.arange(LENGTH)
     given = future_influence(weights, row, column, options.nearest, options.farthest)[:, row].numpy()
@@ -55,7 +64,7 @@ def signals(maps: torch.Tensor, response: list[int], options: Rhythm) -> tuple[A
 
 
 @pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES)
-def test_the_signals_are_those_of_the_paper(response: list[int]) -> None:
+def test_the_signals_equal_the_definitions_of_the_paper(response: list[int]) -> None:
     options = Rhythm(nearest=3, farthest=20)
     maps = random_maps(3)
     waad, influence = signals(maps, response, options)
@@ -67,7 +76,7 @@ def test_the_signals_are_those_of_the_paper(response: list[int]) -> None:
         assert influence[head].tolist() == pytest.approx(reference.fai(one, response, 3, 20), rel=1e-12)
 
 
-def test_blocks_of_rows_give_what_all_rows_give() -> None:
+def test_fai_of_blocks_of_rows_adds_up_to_fai_of_all_rows() -> None:
     maps, options = random_maps(2), Rhythm(nearest=3, farthest=20)
     place = torch.arange(LENGTH)
     whole = future_influence(maps, place, place, options.nearest, options.farthest)
@@ -92,7 +101,7 @@ def test_blocks_of_rows_give_what_all_rows_give() -> None:
     ],
     ids=str,
 )
-def test_the_multiplier_is_that_of_the_paper(options: dict[str, Any], response: list[int]) -> None:
+def test_the_multiplier_equals_the_definition_of_the_paper(options: dict[str, Any], response: list[int]) -> None:
     rhythm = Rhythm(**options)
     for seed in range(2):
         maps = random_maps(4, seed)
@@ -107,7 +116,7 @@ def test_the_multiplier_is_that_of_the_paper(options: dict[str, Any], response: 
     st.integers(0, 2**32 - 1),
     st.sampled_from(["local", "global", "coupled"]),
 )
-def test_credit_is_moved_and_never_taken_from_anywhere_else(waad: list[float], seed: int, credit: Any) -> None:
+def test_coupled_credit_moves_from_anchors_to_plans_and_never_grows(waad: list[float], seed: int, credit: Any) -> None:
     rng = np.random.default_rng(seed)
     influence, position = rng.random(len(waad)), np.arange(len(waad)) + 3
     rhythm = Rhythm(credit=credit)
@@ -120,7 +129,7 @@ def test_credit_is_moved_and_never_taken_from_anywhere_else(waad: list[float], s
     assert gamma.sum() <= uncoupled.sum() + 1e-9
 
 
-def test_a_plan_takes_its_share_once_however_many_anchors_stand_in_its_shadow() -> None:
+def test_a_plan_gets_its_share_once_however_many_anchors_follow_it() -> None:
     waad = np.array([9.0, 1.0, 1.0, 1.0, 5.0, 5.0])
     influence = np.array([0.0, 0.0, 3.0, 2.0, 0.0, 0.0])
     rhythm = Rhythm(top=0.33)
@@ -129,13 +138,13 @@ def test_a_plan_takes_its_share_once_however_many_anchors_stand_in_its_shadow() 
     assert found.tolist() == pytest.approx([1.2, 1.0, 1.3, 1.3, 1.0, 1.0])
 
 
-def test_a_token_without_a_signal_is_not_chosen_and_equals_go_by_order() -> None:
+def test_tokens_with_signal_zero_are_not_chosen_and_ties_go_to_earlier_tokens() -> None:
     assert top_share(np.zeros(5), 1.0).tolist() == [False] * 5
     assert top_share(np.array([1.0, 2.0, 2.0, 1.0, 2.0]), 0.4).tolist() == [False, True, True, False, False]
     assert changes(np.array([1.0, 4.0, 2.0]), np.array([5, 6, 9])).tolist() == [3.0, 0.0, 0.0]
 
 
-def test_heads_are_told_apart_by_their_span() -> None:
+def test_heads_with_short_spans_are_local_and_with_long_spans_global() -> None:
     span = np.array([5.0, 1.0, 9.0, 2.0, 7.0, 3.0, 8.0, 4.0, 6.0, 0.0])
     near, far = head_kinds(span)
     assert (near.tolist(), far.tolist()) == ([1, 3, 9], [2, 4, 6])
@@ -182,6 +191,6 @@ def test_layers_of_attention_are_spaced_over_the_middle_third(
         ({"depth": 3}, "depth"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:
+def test_an_invalid_option_is_refused_and_named_in_the_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.convert(options, Rhythm)

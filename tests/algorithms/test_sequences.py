@@ -13,7 +13,7 @@ from algorithms.sequences import sequence_lengths, sequence_mean, sequence_sum, 
 from tests.algorithms.cases import ALL_MASKED, LENGTHS, random_tokens
 
 
-def test_sums_means_and_lengths_are_those_of_the_unmasked_tokens() -> None:
+def test_sums_means_and_lengths_count_unmasked_tokens_only() -> None:
     tokens = random_tokens()
     value_T = torch.arange(len(tokens.logp_T), dtype=torch.float64)
     sums, lengths = sequence_sum(tokens, value_T), sequence_lengths(tokens)
@@ -47,11 +47,16 @@ def test_gradients_reach_unmasked_tokens_only() -> None:
 
 MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 COUNTS = [3, 1, 7, 4, 2]
+"""Number of tokens of each sequence of `batch`."""
 CONSTANT = 12.0
+"""Tokens by which the aggregation `constant` divides each sequence."""
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses, mask and sequence of each token; the last sequence is masked altogether."""
+    """Return loss, mask and sequence of each token.
+
+    Each sequence has an unmasked token, except for the last one.
+    """
     generator = torch.Generator().manual_seed(0)
     loss_T = torch.randn(sum(COUNTS), generator=generator, dtype=torch.float64)
     mask_T = torch.rand(sum(COUNTS), generator=generator) < 0.7
@@ -62,6 +67,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def naive(mode: Aggregation, loss: list[float], mask: list[bool], sequence: list[int]) -> float:
+    """Return the loss of the batch by an aggregation, computed sequence by sequence from the definition."""
     kept = [[x for x, m, s in zip(loss, mask, sequence, strict=True) if m and s == at] for at in range(len(COUNTS))]
     kept = [one for one in kept if one]
     if mode == "token_mean":
@@ -100,7 +106,7 @@ def test_a_batch_without_trained_tokens_weighs_nothing(mode: Aggregation) -> Non
     assert (weight_T == 0).all()
 
 
-def test_under_the_constant_a_token_weighs_the_same_however_long_its_sequence() -> None:
+def test_with_the_aggregation_constant_the_weight_does_not_depend_on_the_length() -> None:
     _, mask_T, sequence_T = batch()
     weight_T = token_weights("constant", mask_T, sequence_T, 5, total_tokens=9, total_sequences=4, constant=CONSTANT)
     assert weight_T[mask_T].unique().tolist() == [1 / 4 / CONSTANT]

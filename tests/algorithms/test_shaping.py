@@ -1,3 +1,5 @@
+"""Reward shapings: the overlong penalty of DAPO and the length reward of Kimi k1.5."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,12 +14,13 @@ from algorithms.shaping import LengthPenalty, Overlong, Shaping
 def shaped(
     shaping: Shaping, rewards: list[float], tokens: list[int], groups: list[int], truncated: list[bool] | None = None
 ) -> list[float]:
+    """Return the shaped rewards of samples. `tokens` has their lengths; None for `truncated`: no sample is."""
     cut = np.array(truncated or [False] * len(rewards), dtype=np.bool_)
     return shaping.shaped(np.array(rewards), np.array(tokens, dtype=np.int64), cut, groups).tolist()
 
 
-def test_the_overlong_penalty_is_that_of_dapo() -> None:
-    """Equation 13 with L_max = 20480 and L_cache = 4096."""
+def test_the_overlong_penalty_equals_the_formula_of_dapo() -> None:
+    """Check equation 13 of the paper with L_max = 20480 and L_cache = 4096."""
     lengths = [1, 16384, 16385, 18432, 20479, 20480, 30000]
 
     def formula(length: int) -> float:
@@ -31,7 +34,7 @@ def test_the_overlong_penalty_is_that_of_dapo() -> None:
     assert doubled == [2 * formula(length) for length in lengths]
 
 
-def test_the_length_reward_is_that_of_kimi() -> None:
+def test_the_length_reward_equals_the_formula_of_kimi() -> None:
     rewards = [1.0, 0.0, 1.0, 0.0, 1.0]
     found = shaped(LengthPenalty(), rewards, [10, 10, 30, 50, 40], [7] * 5)
     # λ = 0.5, 0.5, 0, -0.5, -0.25; a wrong answer gets min(0, λ).
@@ -54,12 +57,12 @@ def test_equal_lengths_and_single_members_change_nothing() -> None:
     assert shaped(LengthPenalty(), [1.0, 0.0, 1.0], [5, 5, 8], [0, 0, 1]) == [1.0, 0.0, 1.0]
 
 
-def test_what_was_cut_off_is_not_correct() -> None:
+def test_truncated_samples_do_not_count_as_correct() -> None:
     found = shaped(LengthPenalty(), [1.0, 1.0], [10, 20], [0, 0], [True, True])
     assert found == [1.0, 0.5]
 
 
-def test_what_counts_as_correct_is_an_option() -> None:
+def test_samples_above_the_configured_reward_count_as_correct() -> None:
     assert shaped(LengthPenalty(correct_above=0.5), [0.4, 0.6], [10, 20], [0, 0]) == pytest.approx([0.4, 0.1])
     assert shaped(LengthPenalty(correct_above=0.3), [0.4, 0.6], [10, 20], [0, 0]) == pytest.approx([0.9, 0.1])
 
@@ -70,7 +73,7 @@ def test_no_samples_have_no_rewards(shaping: Shaping) -> None:
 
 
 @pytest.mark.parametrize("shaping", [Overlong(limit=4, buffer=2), LengthPenalty()], ids=repr)
-def test_the_rewards_given_are_left_as_they_are(shaping: Shaping) -> None:
+def test_the_given_rewards_are_not_changed_in_place(shaping: Shaping) -> None:
     rewards = np.array([1.0, 1.0])
     shaping.shaped(rewards, np.array([1, 9]), np.array([False, False]), [0, 0])
     assert rewards.tolist() == [1.0, 1.0]

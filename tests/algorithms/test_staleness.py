@@ -19,25 +19,27 @@ ALL = pytest.mark.parametrize("staleness", CASES, ids=repr)
 AGES = [0.0, 3.0, 1.0, 1.0, 4.0]
 
 
-def weights(staleness: Staleness, ages: list[float], alpha: float) -> list[float]:
-    return staleness.weights(np.array(ages), alpha).tolist()
+def weights(staleness: Staleness, ages: list[float], max_age: float) -> list[float]:
+    """Return the weights of samples with these ages. `max_age` is the largest allowed age."""
+    return staleness.weights(np.array(ages), max_age).tolist()
 
 
-def naive(staleness: Staleness, ages: list[float], alpha: float) -> list[float]:
+def naive(staleness: Staleness, ages: list[float], max_age: float) -> list[float]:
+    """Return the weights of samples, computed from the definitions."""
     match staleness:
         case NoStaleness():
             raw = [1.0 for _ in ages]
         case ExponentialStaleness(decay=decay):
             raw = [decay**age for age in ages]
         case LinearStaleness():
-            raw = [max(0.0, 1 - age / (alpha + 1)) for age in ages]
+            raw = [max(0.0, 1 - age / (max_age + 1)) for age in ages]
     return [one / (sum(raw) / len(raw)) for one in raw]
 
 
 @ALL
-@pytest.mark.parametrize("alpha", [4.0, 4.5, 16.0, 2.0])
-def test_weights_are_the_formula_over_its_mean(staleness: Staleness, alpha: float) -> None:
-    np.testing.assert_allclose(weights(staleness, AGES, alpha), naive(staleness, AGES, alpha), rtol=1e-12)
+@pytest.mark.parametrize("max_age", [4.0, 4.5, 16.0, 2.0])
+def test_weights_are_the_formula_divided_by_its_mean(staleness: Staleness, max_age: float) -> None:
+    np.testing.assert_allclose(weights(staleness, AGES, max_age), naive(staleness, AGES, max_age), rtol=1e-12)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.sampled_from(CASES))
@@ -66,7 +68,7 @@ def test_no_samples_have_no_weights(staleness: Staleness) -> None:
 
 @ALL
 @pytest.mark.parametrize("age", [-1.0, math.nan, math.inf])
-def test_an_age_that_cannot_be_is_refused(staleness: Staleness, age: float) -> None:
+def test_a_negative_or_infinite_age_is_refused(staleness: Staleness, age: float) -> None:
     with pytest.raises(ValueError, match="expected finite numbers of at least 0"):
         weights(staleness, [0.0, age], 1.0)
 
@@ -94,10 +96,14 @@ def test_the_kind_chooses_the_weights() -> None:
 
 
 RATE = 1e-3
+"""The scheduled learning rate of an update."""
 
 
 def naive_scale(budget: float, rate: float, tokens: list[tuple[float, float, float]]) -> float:
-    """The rule token by token: (log-ratio, lag, rates applied since)."""
+    """Return `Lag.scale` by its rule, from the tokens of an update.
+
+    A token is its log-ratio, its lag in versions, and the sum of the rates applied since it was sampled.
+    """
     count = len(tokens)
     distance = math.sqrt(sum(log_ratio**2 for log_ratio, _, _ in tokens) / count)
     lag = math.sqrt(sum(one**2 for _, one, _ in tokens) / count)
@@ -107,7 +113,7 @@ def naive_scale(budget: float, rate: float, tokens: list[tuple[float, float, flo
 
 
 @pytest.mark.parametrize("budget", [1e-4, 0.01, 0.04, 1.0])
-def test_the_scale_is_that_of_the_rule_token_by_token(budget: float) -> None:
+def test_the_scale_equals_the_rule_token_by_token(budget: float) -> None:
     lags, moved, counts = [0.5, 1.5, 2.5], [0.2e-3, 0.9e-3, 1.4e-3], [3, 0, 2]
     log_ratios = [0.1, -0.3, 0.05, 0.4, -0.2]
     tokens = [(log_ratio, lags[age], moved[age]) for log_ratio, age in zip(log_ratios, [0, 0, 0, 2, 2], strict=True)]
@@ -125,7 +131,10 @@ def test_at_constant_rates_the_rate_goes_down_with_the_distance_beyond_the_budge
 
 @pytest.mark.parametrize("age", [1, 2, 8, 16])
 def test_the_distance_settles_at_the_budget_where_updates_agree_in_their_direction(age: int) -> None:
-    """Each rate of 1 moves a log-prob by g a version: the loop of measuring and holding, on data of one age."""
+    """Simulate steps on tokens of one age. In each step, a rate of 1 moves each log-prob by g.
+
+    The distance must settle at the budget, or at the lower bound of the rate if that moves the policy further.
+    """
     lag, g = Lag(budget=0.04), 0.2 * 3 / age
     rates = list[float]()
     for step in range(40 * age):
@@ -141,7 +150,7 @@ def test_the_distance_settles_at_the_budget_where_updates_agree_in_their_directi
     assert rates[-1] < 1
 
 
-def test_the_rate_is_never_below_that_of_a_whole_update_over_the_lag() -> None:
+def test_the_scale_has_a_lower_bound_that_depends_on_the_lag() -> None:
     for age in (1.0, 4.0, 16.0):
         assert Lag(budget=1e-6).scale(RATE, 100.0, [1.0], [age], [age * RATE]) == pytest.approx(1 / (1 + age))
 
@@ -156,14 +165,14 @@ def test_without_lag_distance_or_movement_the_rate_stays_whole() -> None:
     assert lag.scale(RATE, math.nan, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the gradient says what is wrong"
 
 
-def test_what_was_held_down_before_is_not_held_against_the_rate_again() -> None:
-    """The policy moved at half the rate: at the whole one it would be twice as far."""
+def test_the_scale_takes_earlier_reductions_of_the_rate_into_account() -> None:
+    """Check a policy that moved at half the rate: at the whole rate, its distance would be twice as large."""
     lag = Lag(budget=0.04)
     assert lag.scale(RATE, 0.04, [1.0], [1.0], [RATE / 2]) == pytest.approx(0.5)
     assert lag.scale(RATE, 0.01, [1.0], [1.0], [RATE / 2]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("budget", [0, -0.1, 101])
-def test_a_budget_that_makes_no_sense_is_refused(budget: float) -> None:
+def test_a_budget_out_of_range_is_refused(budget: float) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"budget": budget}, Lag)

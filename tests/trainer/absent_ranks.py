@@ -68,7 +68,9 @@ class Told(NamedTuple):
     """Call of a collective."""
 
     name: str
+    """Name of the torch operation."""
     group: tuple[int, ...]
+    """Ranks that take part."""
     sizes: tuple[tuple[int, ...], ...]
     """Shapes of the tensors in the call, in order; empty if they follow from the data."""
 
@@ -77,16 +79,20 @@ class Listening(TorchDispatchMode):
     """Records the collectives that are called while it is active."""
 
     def __init__(self, experts: tuple[int, ...]) -> None:
+        """Begin without calls. `experts` are the ranks that exchange tokens for experts; empty without such ranks."""
         super().__init__()
         self._experts = experts
         self.heard: list[Told] = []
+        """Calls so far, in order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch, and record it if it is a collective."""
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             given = tree_leaves((args, kwargs or {}))
             tensors = [one for one in given if isinstance(one, torch.Tensor)]
             group = next(members for one in reversed(given) if (members := _members(one)) is not None)
+            # Each rank sends tokens to the experts that the tokens chose, so these sizes differ between ranks.
             loose = "all_to_all" in name or "alltoall" in name
             sizes = () if loose and group == self._experts else tuple(tuple(one.shape) for one in tensors)
             self.heard.append(Told(name, group, sizes))
@@ -107,10 +113,13 @@ class Seen(NamedTuple):
     """Results of one rank."""
 
     groups: dict[str, tuple[int, ...]]
+    """Ranks of each group of this rank's mesh, by name."""
     heard: list[Told]
+    """Collectives that the rank called, in order."""
     ungiven: list[str]
     """Names of trained weights without a gradient of the weight's own shape."""
     published: dict[str, tuple[int, ...]]
+    """Shape of each published weight, by name."""
     expected: dict[str, tuple[int, ...]]
     """Shapes of the published weights in the model that is not divided."""
 
@@ -134,7 +143,10 @@ def groups_of(mesh: TrainerMesh) -> dict[str, tuple[int, ...]]:
 
 
 def step(folder: Path, case: Case, rank: int) -> Seen:
-    """Run a forward and a backward pass and an update, and gather the weights of a version."""
+    """Run a forward and a backward pass and an update on one rank, and gather the weights of a version.
+
+    The other ranks do not exist: their parts of a collective's result are arbitrary.
+    """
     config = configured(folder, case, model={"dtype": "bfloat16"})
     with absent_ranks(case.ranks, rank):
         mesh = trainer_mesh("cpu", config.parallel)
@@ -175,12 +187,16 @@ def whole_step(folder: Path, case: Case) -> dict[str, float]:
 
 
 def main(folder: Path, name: str, index: int) -> None:
-    """Run one rank. Each needs its own process, because torch keeps meshes after their process group has ended."""
+    """Run the rank number `index` of `Case.some` in the case `name`, and save its results to `folder`.
+
+    Each rank needs its own process, because torch keeps meshes after their process group has ended.
+    """
     torch.set_num_threads(1)
     case = CASES[name]
     torch.save(step(folder, case, case.some[index]), folder / f"{name}-{index}.pt")
 
 
 def main_whole(folder: Path, index: int) -> None:
+    """Run the first rank of case number `index` of `WHOLE`, and save its metrics to `folder`."""
     torch.set_num_threads(1)
     torch.save(whole_step(folder, [*WHOLE.values()][index]), folder / f"whole-{index}.pt")

@@ -27,10 +27,11 @@ from flash.trainer.packing import in_one_row
 from tests.trainer.trainer_cases import local, make_config
 
 CARD: Any = "card"
+"""Name of the device type that stands for a GPU."""
 
 
 class Waits:
-    """Stream or event that never waits."""
+    """Stream or event that never waits. The methods are those of `torch.cuda.Stream` and `torch.cuda.Event`."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -48,7 +49,7 @@ class Waits:
 
 
 class Card:
-    """Stand-in for the module `torch.cuda` of a GPU."""
+    """Stand-in for the module `torch.cuda`, with the functions that torch and FSDP call on a machine with one GPU."""
 
     Stream = Event = Waits
 
@@ -91,7 +92,13 @@ def main(folder: Path, tables: dict[str, Any], ranks: int, planned: bool, rank: 
 
 
 def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
-    """Run two micro-batches and an update on one rank of `ranks`, of which the others do not exist."""
+    """Run two micro-batches and an update on one rank of `ranks`, of which the others do not exist.
+
+    Returns:
+        Numbers by name. Bytes on the device: `waiting` before the first pass, and `most` at any time until the update;
+        `weights`: bytes of this rank's weights. Types of devices: `computed on`, `published on`, and `kept on` (of
+        weights, gradients and moments). Counts of parameters: `trained`, and `with gradients`.
+    """
     lengths = [config.model.max_length] * 2
     packed = in_one_row(np.split(np.arange(sum(lengths)) % 40, np.cumsum(lengths)[:-1]))
     before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
@@ -127,7 +134,7 @@ def step(config: Config, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def fill(model: nn.Module, home: str) -> None:
-    """Allocate the model's weights, as loading them from a file would."""
+    """Allocate the model's weights on the device type `home`, as loading them from a file would."""
     for module in model.modules():
         for name, one in module.named_parameters(recurse=False):
             module._parameters[name] = nn.Parameter(torch.empty_like(one, device=home), one.requires_grad)

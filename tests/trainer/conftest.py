@@ -1,3 +1,5 @@
+"""Process group of one rank, and folders of tiny models, for all tests of the trainer."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,14 +26,17 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model whose output layer shares its weights with the embedding."""
     return write_model(tmp_path_factory.mktemp("tied") / "model", tied=True)
 
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model whose output layer has weights of its own."""
     return write_model(tmp_path_factory.mktemp("untied") / "model", tied=False)
 
 
 @pytest.fixture(params=["tied", "untied"])
 def model(request: pytest.FixtureRequest, tied_model: Path, untied_model: Path) -> Path:
+    """Return each of the two tiny models in turn."""
     return tied_model if request.param == "tied" else untied_model

@@ -23,17 +23,22 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class Sequenced:
-    """A sequence. `actions` has the positions of its action tokens; the other arrays have a value for each of them."""
+    """A sequence of tokens, and numbers for each of its action tokens (tokens that the policy sampled)."""
 
     ids: np.ndarray
+    """Token ids of the whole sequence."""
     actions: np.ndarray
+    """Positions of the action tokens, ascending."""
     mask: np.ndarray
+    """bool: True for action tokens that are trained."""
     returns: np.ndarray
+    """Regression targets of the values."""
     old: np.ndarray
+    """Values at the start of the step."""
 
 
 def random_sequences(seed: int = 0, lengths: Sequence[int] = (9, 3, 17, 2, 6, 11)) -> list[Sequenced]:
-    """Return ragged sequences. Some action tokens are masked, and in the third sequence all of them are."""
+    """Return sequences of these lengths. Some action tokens are masked, and in the third sequence all of them are."""
     rng = np.random.default_rng(seed)
     sequences = []
     for index, length in enumerate(lengths):
@@ -76,15 +81,20 @@ def trained(sequences: Sequence[Sequenced]) -> int:
 
 
 def returns_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
+    """Return the targets of all action tokens, sequence by sequence."""
     return torch.from_numpy(np.concatenate([one.returns for one in sequences])).float()
 
 
 def old_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
+    """Return the values of all action tokens at the start of the step, sequence by sequence."""
     return torch.from_numpy(np.concatenate([one.old for one in sequences])).float()
 
 
 def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> None:
-    """Update the critic once on these micro-batches. An empty part becomes a dummy micro-batch."""
+    """Update the critic once on micro-batches with these sequences. An empty part becomes a dummy micro-batch.
+
+    `total` is the number of trained tokens over all ranks.
+    """
     nothing = torch.full((1,), torch.nan)
     lessons = [
         CriticBatch(micro_of(part), returns_of(part), old_of(part)) if part else CriticBatch(DUMMY, nothing, nothing)
@@ -94,7 +104,10 @@ def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> 
 
 
 def critic_config(model: Path, *, train: dict[str, Any] | None = None, **critic: Any) -> Config:
-    """Return a configuration in which the critic's gradient is never clipped."""
+    """Return a configuration with a critic, whose gradient is never clipped unless `train` says so.
+
+    `train` and `critic` replace keys of the tables of these names.
+    """
     table = {"learning_rate": 1e-3} | critic
     return make_config(model, critic=table, train=train or {}, algorithm={"objective": "ppo"})
 
@@ -107,6 +120,7 @@ def make_critic(model: Path, **options: Any) -> Critic:
 
 
 def set_head(critic: Critic, seed: int = 3) -> None:
+    """Set the weights of the critic's head to `random_head(seed)`, also if they are sharded."""
     weight, bias = random_head(seed)
     for parameter, value in ((critic.model.head.weight, weight), (critic.model.head.bias, bias)):
         assert isinstance(parameter, DTensor)
@@ -115,6 +129,7 @@ def set_head(critic: Critic, seed: int = 3) -> None:
 
 
 def random_head(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random weights [1, WIDTH] and a bias [1] for a value head."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, WIDTH, generator=generator) / WIDTH**0.5, torch.randn(1, generator=generator)
 
@@ -123,6 +138,7 @@ class Reference:
     """Plain Hugging Face model in float64 with a value head; it computes one sequence at a time."""
 
     def __init__(self, model: Path, seed: int = 3) -> None:
+        """Take the backbone of the model in the folder `model`, and the head `random_head(seed)`."""
         self.backbone: Any = reference_model(model).base_model
         weight, bias = random_head(seed)
         self.weight = weight.double().requires_grad_()
@@ -134,7 +150,7 @@ class Reference:
         return torch.stack([hidden[at - 1] @ self.weight[0] + self.bias[0] for at in one.actions])
 
     def loss(self, sequences: Sequence[Sequenced], clip: float | None) -> torch.Tensor:
-        """Return the critic's loss, computed from the formula, token by token."""
+        """Return the critic's loss, computed from the formula, token by token. `clip` is None for no clip."""
         total = torch.zeros((), dtype=torch.float64)
         for one in sequences:
             for value, target, old, kept in zip(self.values(one), one.returns, one.old, one.mask, strict=True):
@@ -156,7 +172,10 @@ class Reference:
 
 
 def critic_gradient(critic: Critic) -> dict[str, torch.Tensor]:
-    """Return the gradient of the only update so far: Adam's first moment is (1 − β1) times it."""
+    """Return the gradient of the only update so far, by parameter name.
+
+    Adam's first moment is (1 − β1) times this gradient.
+    """
     share = 1 - critic.optimizer.param_groups[0]["betas"][0]
     return {
         name: critic.optimizer.state[parameter]["exp_avg"].full_tensor() / share
@@ -165,4 +184,5 @@ def critic_gradient(critic: Critic) -> dict[str, torch.Tensor]:
 
 
 def critic_weights(critic: Critic) -> dict[str, torch.Tensor]:
+    """Return full copies of the critic's weights, by parameter name."""
     return {name: whole(value).clone() for name, value in critic.model.named_parameters()}

@@ -20,6 +20,7 @@ from flash.trainer.packing import in_one_row
 from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)
+"""Numbers of tokens of the sequences of `random_sequences`."""
 EVEN_LENGTHS = (7, 7, 7)
 """Lengths that need no padding: attention computes on the packed row directly."""
 
@@ -68,6 +69,7 @@ SIZES: dict[str, Any] = {
 }
 """Options of small models; a configuration gets the options that it has."""
 
+# Options of models whose layers are partly linear attention, and partly Mamba.
 _LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -135,6 +137,7 @@ def tiny(kind: str, **options: Any) -> PreTrainedModel:
 
 
 def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
+    """Return the model in a folder, prepared and sharded as the trainer does it, with forward passes in this dtype."""
     config = ModelConfig(path=str(folder), dtype=dtype)
     return shard_model(load_model(config), trainer_mesh("cpu"), config)
 
@@ -146,7 +149,10 @@ def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENG
 
 
 def packed_batch(sequences: Sequence[Tensor], *temperatures: float) -> dict[str, Any]:
-    """Pack sequences. Every token but a sequence's first is predicted, at the temperatures in turn; by default at 1."""
+    """Pack sequences, and return the arguments of `token_logprobs` by name.
+
+    Every token but the first of a sequence is predicted. The sequences have the temperatures in turn (`in_turn`).
+    """
     packed = in_one_row([ids.numpy() for ids in sequences])
     before_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
     target_T = np.concatenate([ids[1:].numpy() for ids in sequences])
@@ -155,11 +161,15 @@ def packed_batch(sequences: Sequence[Tensor], *temperatures: float) -> dict[str,
 
 
 def in_turn(temperatures: Sequence[float], sequences: int) -> list[float]:
+    """Return a temperature for each of `sequences` sequences: the given ones again and again, or 1 if none is given."""
     return list(islice(cycle(temperatures or (1.0,)), sequences))
 
 
 def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], *temperatures: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies from the full logits of a separate forward pass per sequence."""
+    """Return log-probs and entropies of all predicted tokens, from a separate forward pass per sequence.
+
+    The arguments are as for `packed_batch`, and so is the order of the results.
+    """
     logps, entropies = [], []
     for ids, temperature in zip(sequences, in_turn(temperatures, len(sequences)), strict=True):
         log_share = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
@@ -169,7 +179,10 @@ def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], *temperature
 
 
 def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Return a loss of the log-probs and entropies of these members of `random_sequences`, with a weight per token."""
+    """Return a loss of the log-probs and entropies of these members of `random_sequences`, with a weight per token.
+
+    `sequences` are the indices of the sequences. A token has the same weight whichever other sequences there are.
+    """
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(2, length - 1, generator=generator) for length in LENGTHS]
     weight_2T = torch.cat([weights[index] for index in sequences], dim=1).to(logp_T.dtype)
@@ -177,7 +190,10 @@ def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Ten
 
 
 def gradient(model: PreTrainedModel, sequences: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
-    """Return the gradient of `weighted` · scale, which FSDP sums over ranks."""
+    """Return the gradient of `weighted` · scale for these members of `random_sequences`, by parameter name.
+
+    FSDP takes the mean over ranks, so `scale` is the number of ranks if the sum is wanted.
+    """
     ids = random_sequences()
     batch = packed_batch([ids[index] for index in sequences], 0.8)
     result = token_logprobs(model, **batch, entropy_gradient=True)

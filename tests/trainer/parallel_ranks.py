@@ -91,6 +91,7 @@ WITH_OTHERS = (DRAWN, "qwen3", "qwen3_moe")
 """Kinds whose policy has a reference and critics beside it. These are models of the same kind, which are divided by the
 same code as the policy, so some kinds and layouts show their part in a step."""
 LESS = {"qwen2": {"max_grad_norm": 0.1}}
+"""Options of `[train]` by kind: one kind whose gradient is clipped, so that the norm over all ranks counts."""
 AGAIN = ("qwen3", "qwen3_moe")
 """Kinds whose activations are computed again in the backward pass."""
 
@@ -101,7 +102,10 @@ def has_others(kind: str, layout: Layout) -> bool:
 
 
 def configured(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> Config:
-    """Return a configuration with every part that a step can have, except rhythm, and perhaps other models."""
+    """Return a configuration with every part that a step can have, except rhythm.
+
+    The reference and the critics are left out if `has_others` is False for this kind and layout.
+    """
     again: dict[str, Any] = {"activation_checkpointing": kind in AGAIN, "offload": [*layout.offload]}
     train = TABLES["train"] | again | LESS.get(kind, {})
     tables = TABLES | {"train": train, "parallel": layout.parallel}
@@ -114,7 +118,11 @@ def configured(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> Config:
 
 
 def trained(folder: Path, kind: str, layout: Layout = UNDIVIDED) -> tuple[Trainer, dict[str, Any]]:
-    """Return a trainer after one step on its part of a batch whose groups share prompts, and the step's results."""
+    """Return a trainer after one step on its part of a batch whose groups share prompts, and the step's results.
+
+    The results, by name: metrics, bytes of weights and gradients on this rank, gradients of policy and critics, the
+    published weights, and the log-probs of the canary.
+    """
     trainer, shard = Trainer(configured(folder, kind, layout)), aged_shard(prompt=8)
     if kind == DRAWN:
         shard = partly_kept(shard)
@@ -171,6 +179,7 @@ def saved_and_loaded(folder: Path, name: str, trainer: Trainer) -> dict[str, Any
 
 
 def main(folder: Path, ranks: int, rank: int) -> None:
+    """Run one rank in all layouts of `ranks` ranks, and write its results by layout and kind to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

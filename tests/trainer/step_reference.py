@@ -1,4 +1,9 @@
-"""Reference for a complete training step: loops over samples and tokens in float64, on a plain Hugging Face model."""
+"""Reference for a complete training step: loops over samples and tokens in float64, on a plain Hugging Face model.
+
+A test makes the trained tokens of a batch with `tokens_of`, and their loss with `reference_loss` and a `Recipe`. The
+recipe has a function that sets the tokens' advantages (*credit*), and one that sets their other factors (*adjust*).
+Both get the shard, which is the whole batch, and its trained tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +25,32 @@ class Token:
     """A trained token and the quantities of its loss."""
 
     sample: int
+    """Index of its sample in the batch."""
     place: int
     """Index among the action tokens of its sample."""
     turn: int
+    """Number of its turn (response) in the sample."""
     age: int
+    """Age in versions."""
     behaviour: float
+    """Log-prob under the policy that sampled the token."""
     logp: torch.Tensor
+    """Log-prob under the trained policy, with gradient."""
     entropy: torch.Tensor
+    """Entropy of the policy's distribution, with gradient."""
     reference: float = 0.0
+    """Log-prob under the reference or the teacher; 0 without one."""
     value: float = 0.0
+    """Critic's value of the state before the token; 0 without a critic."""
     penalty: float = 0.0
     """Penalty that is subtracted from its reward."""
     advantage: float = 0.0
     correction: float = 1.0
+    """Product of the factors of the corrections."""
     rejected: bool = False
     """True if a correction rejected the token, which then counts as if it had not been sampled."""
     staleness: float = 1.0
+    """Weight of the token's sample by its age."""
 
 
 @dataclass
@@ -47,13 +62,17 @@ class Recipe:
     adjust: Callable[[Shard, list[Token]], None] = lambda shard, tokens: None
     """Function that sets the tokens' corrections and weights."""
     kl: Callable[[torch.Tensor, float], torch.Tensor] | None = None
+    """Function from the log-probs under policy and reference to the KL term of a token's loss; None: no such term."""
     entropy_bonus: float = 0.0
     scale: Callable[[Shard, list[Token], Token], float] = lambda shard, tokens, token: 1 / len(tokens)
     """Function for the weight of a token's loss. Its second argument is the list of tokens that were not rejected."""
 
 
 def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: Shard) -> list[Token]:
-    """Return every trained token of the batch, in the order of the samples."""
+    """Return every trained token of the batch, in the order of the samples.
+
+    `reference` is the model for `Token.reference`; None leaves it 0.
+    """
     found: list[Token] = []
     for sample in shard.samples:
         trajectory = sample.trajectory
@@ -82,13 +101,13 @@ def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: 
 
 
 def distributions(model: PreTrainedModel, trajectory: Trajectory, positions: np.ndarray) -> torch.Tensor:
-    """Return log-probs, [A, V], at the positions at which the action tokens were drawn."""
+    """Return log-probs, [A, V], of all tokens of the vocabulary (V) at the positions of the action tokens (A)."""
     ids = torch.tensor(trajectory.tokens().tolist())
     return model(input_ids=ids[None]).logits[0][positions - 1].log_softmax(-1)
 
 
 def reference_loss(tokens: list[Token], shard: Shard, recipe: Recipe) -> torch.Tensor:
-    """Return GRPO's clipped surrogate, with everything that the recipe adds to it."""
+    """Return the loss of the batch: GRPO's clipped surrogate, with everything that the recipe adds to it."""
     recipe.credit(shard, tokens)
     recipe.adjust(shard, tokens)
     total = torch.zeros((), dtype=torch.float64)
@@ -120,9 +139,13 @@ def group_credit(shard: Shard, tokens: list[Token]) -> None:
 
 
 def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
-    """Return credit: R minus β · (sum of the k1 estimates of this and all later tokens), whitened over the batch."""
+    """Return credit: R minus β · (sum of the k1 estimates of this and all later tokens), whitened over the batch.
+
+    This is the estimator `batch` with a KL in the reward.
+    """
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
+        # Set the advantage of each token.
         for sequence in sequences(tokens):
             for place, token in enumerate(sequence):
                 later = sum(one.logp.item() - one.reference for one in sequence[place:])
@@ -136,12 +159,17 @@ def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
 
 
 Adjust = Callable[[Shard, list[Token]], None]
+"""Function that changes the trained tokens of a batch."""
 
 
 def teacher_credit(beta: float, rewards: Adjust = lambda shard, tokens: None) -> Adjust:
-    """Return credit: the advantage by rewards, minus β · (log-prob − the teacher's log-prob)."""
+    """Return credit: the advantage by rewards, minus β · (log-prob − the teacher's log-prob).
+
+    `rewards` sets the advantage by rewards; by default it is 0.
+    """
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
+        # Set the advantage of each token.
         rewards(shard, tokens)
         for token in tokens:
             token.advantage -= beta * (token.logp.item() - token.reference)
@@ -150,10 +178,13 @@ def teacher_credit(beta: float, rewards: Adjust = lambda shard, tokens: None) ->
 
 
 def weight(token: Token) -> float:
+    """Return the ratio of the trained policy to the policy that sampled the token."""
     return math.exp(token.logp.item() - token.behaviour)
 
 
 def by_token(keep: Callable[[float], float]) -> Adjust:
+    """Return an adjustment that corrects each token by `keep(weight)`."""
+
     def adjust(shard: Shard, tokens: list[Token]) -> None:
         for token in tokens:
             token.correction = keep(weight(token))
@@ -162,6 +193,11 @@ def by_token(keep: Callable[[float], float]) -> Adjust:
 
 
 def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
+    """Return an adjustment that rejects each sequence whose ratio lies outside of [low, high].
+
+    The ratio is the geometric mean of the tokens' weights if `mean` is set, else their product.
+    """
+
     def adjust(shard: Shard, tokens: list[Token]) -> None:
         for sequence in sequences(tokens):
             total = sum(math.log(weight(token)) for token in sequence) / (len(sequence) if mean else 1)
@@ -173,6 +209,8 @@ def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
 
 
 def by_age(decay: float) -> Adjust:
+    """Return an adjustment that weights each sample by decay^(age of its oldest token), divided by the mean weight."""
+
     def adjust(shard: Shard, tokens: list[Token]) -> None:
         ages = {sequence[0].sample: max(token.age for token in sequence) for sequence in sequences(tokens)}
         mean = sum(decay**age for age in ages.values()) / len(ages)
@@ -183,9 +221,13 @@ def by_age(decay: float) -> Adjust:
 
 
 def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]:
-    """Return credit: Σ (γλ)^k δ over each sequence. A turn's reward is at its last trained token; the end has V = 0."""
+    """Return credit: generalised advantage estimation, Σ (γλ)^k δ over each sequence.
+
+    A turn's reward is at its last trained token. After the last token of a sequence, V is 0.
+    """
 
     def credit(shard: Shard, tokens: list[Token]) -> None:
+        # Go from the last token of a sequence to the first.
         for sequence in sequences(tokens):
             following, next_value = 0.0, 0.0
             for token, after in zip(reversed(sequence), [None, *reversed(sequence[1:])], strict=True):
@@ -199,11 +241,12 @@ def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]
 
 
 def by_sample(shard: Shard, tokens: list[Token]) -> list[list[Token]]:
+    """Return the trained tokens of each sample of the shard; empty for a sample without any, unlike `sequences`."""
     return [[token for token in tokens if token.sample == sample.index] for sample in shard.samples]
 
 
 def naive_values(model: Reference, trajectory: Any) -> list[float]:
-    """Return V of the state before each action token."""
+    """Return V of the state before each action token of a trajectory."""
     ids = torch.tensor(trajectory.tokens().tolist())
     with torch.no_grad():
         hidden = model.backbone(input_ids=ids[None]).last_hidden_state[0]

@@ -132,6 +132,7 @@ def trainer_of(folder: Path, case: Case) -> Trainer:
 
 
 def main(folder: Path, rank: int) -> None:
+    """Run one of `RANKS` ranks. It writes its results, by case and by "whole" or "rounds", to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)

@@ -37,6 +37,7 @@ def seen(folder: Path) -> Callable[[str], dict[int, Seen]]:
 
     @cache
     def of(name: str) -> dict[int, Seen]:
+        # Run each rank of the case in a process of its own, once for all tests.
         some = CASES[name].some
         run_ranks(absent_ranks.main, len(some), folder, name)
         files = [folder / f"{name}-{index}.pt" for index in range(len(some))]
@@ -64,13 +65,14 @@ def test_ranks_are_in_the_grids_of_their_layout(name: str, seen: Callable[[str],
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_of_a_group_tell_each_other_the_same_in_the_same_order(
+def test_ranks_of_a_group_make_the_same_collectives_in_the_same_order(
     name: str, seen: Callable[[str], dict[int, Seen]]
 ) -> None:
     """Otherwise ranks would wait for each other forever, or read data that is meant for another call."""
     ranks = seen(name)
 
     def between(one: int, other: int) -> list[Told]:
+        # Return the collectives of rank `one` in which rank `other` takes part.
         return [told for told in ranks[one].heard if other in told.group]
 
     for one in ranks:
@@ -90,7 +92,7 @@ def test_every_rank_has_a_gradient_of_its_part_and_gathers_whole_tensors(
         assert of_rank.published == of_rank.expected
 
 
-def test_the_first_of_many_ranks_takes_a_step_with_all_that_a_step_can_have(folder: Path) -> None:
+def test_the_first_of_many_ranks_takes_a_step_with_every_part_of_a_step(folder: Path) -> None:
     run_ranks(absent_ranks.main_whole, len(WHOLE), folder)
     for index, case in enumerate(WHOLE.values()):
         metrics = torch.load(folder / f"whole-{index}.pt", weights_only=False)

@@ -39,14 +39,16 @@ from tests.trainer.trainer_cases import (
 LORA = LoraConfig(rank=4, alpha=6.0)
 TABLE: dict[str, Any] = {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}
 TOKENS = [3, 17, 5, 29, 8, 11, 2, 33]
+"""Token ids of a text whose log-probs are compared."""
 
 
 def adapted(model: Path, **tables: Any) -> Trainer:
+    """Return a new trainer of adapters on a model."""
     return Trainer(make_config(model, **TABLE | tables))
 
 
 def stirred(model: Path, **tables: Any) -> Trainer:
-    """Return a trainer whose adapters differ from 0."""
+    """Return a new trainer whose matrices B are not 0, so that the adapters have an effect."""
     trainer = adapted(model, **tables)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -57,16 +59,19 @@ def stirred(model: Path, **tables: Any) -> Trainer:
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return full copies of the adapters, by name."""
     return {name: tensor.clone() for name, tensor in named_full_tensors(trainer.model)}
 
 
 def merged(trainer: Trainer, model: Path) -> PreTrainedModel:
+    """Return the model with the trainer's adapters added to its weights."""
     whole = load_model(ModelConfig(path=str(model)))
     merge_adapters(whole, tensors_of(trainer), LORA)
     return whole
 
 
 def logprobs(model: Any) -> list[float]:
+    """Return the log-probs of `TOKENS` after the first under a model of transformers."""
     with torch.no_grad():
         rows = model(torch.tensor([TOKENS])).logits[0].float().log_softmax(-1)
     return [float(rows[place, token]) for place, token in enumerate(TOKENS[1:])]
@@ -89,10 +94,11 @@ def test_version_0_is_the_base_to_the_bit_in_the_dtype_of_the_run(
     assert all(".layers." in name for name in own), "not of the output layer"
 
 
-def test_all_that_is_trained_are_adapters_and_the_gradient_is_that_of_the_weights_they_change(
-    model: Path, tmp_path: Path
-) -> None:
-    """dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a fully trained model."""
+def test_only_adapters_are_trained_with_the_gradient_of_the_merged_weights(model: Path, tmp_path: Path) -> None:
+    """Check dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a fully trained model.
+
+    The scale s is alpha / rank. The model has 28 adapter matrices: A and B for seven layers of two decoder layers.
+    """
     trainer, shard = stirred(model), random_shard()
     before, base = tensors_of(trainer), weights_of(trainer)
     whole = shutil.copytree(model, tmp_path / "whole")
@@ -155,7 +161,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_identically(tied_model:
     assert all(".lora_" in name for name in policy)
 
 
-def test_adapters_go_with_the_weights_that_they_were_trained_on(tied_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_is_refused_on_other_weights(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
     plain = Trainer(make_config(tied_model))
     with pytest.raises(CheckpointError, match=r"holds adapters in place of weights \(the \[lora\] table\), which this"):
@@ -165,7 +171,7 @@ def test_adapters_go_with_the_weights_that_they_were_trained_on(tied_model: Path
         checkpoint.load(path, adapted(other))
 
 
-def test_adapters_count_as_they_were_trained_or_are_refused(tied_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_is_refused_with_another_alpha(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
     assert checkpoint_files.read_manifest(path).alpha == LORA.alpha
     doubled = {"lora": {"rank": LORA.rank, "alpha": 2 * LORA.alpha}}
@@ -197,7 +203,7 @@ def test_an_export_loads_in_peft_and_a_merged_one_in_transformers(model: Path, t
     assert logprobs(whole) == pytest.approx(expected, abs=1e-5)
 
 
-def test_engines_are_given_what_peft_names_and_scales(tied_model: Path) -> None:
+def test_engines_get_adapters_with_the_names_of_peft_and_the_scale(tied_model: Path) -> None:
     trainer = stirred(tied_model)
     own, given = tensors_of(trainer), dict(engine_tensors(trainer.model, LORA))
     assert dict(engine_tensors(trainer.model, None)).keys() == own.keys()
@@ -207,7 +213,7 @@ def test_engines_are_given_what_peft_names_and_scales(tied_model: Path) -> None:
         assert torch.equal(given["base_model.model." + name.format(side)], mine * scale)
 
 
-def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_path: Path) -> None:
+def test_adapters_of_a_model_of_usual_size_are_a_few_percent_of_its_weights(tmp_path: Path) -> None:
     """The shape is that of SmolLM2-135M; larger models have smaller shares. No memory is allocated."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     folder = tmp_path / "model"
@@ -225,14 +231,14 @@ def test_of_a_model_of_the_size_that_people_train_a_swap_is_a_few_percent(tmp_pa
     assert 0.03 < share < 0.05
 
 
-def test_a_target_that_peft_refuses_is_told_with_the_others() -> None:
+def test_a_target_that_peft_refuses_is_named_with_the_possible_ones() -> None:
     model = tiny("mamba2", hidden_size=32, num_heads=4, head_dim=16)
     with pytest.raises(ConfigError, match=r"lora.targets: .* of Mamba2ForCausalLM \(.*out_proj.*\); expected so"):
         add_adapters(model, ModelConfig(path="unused", dtype="bfloat16"), LoraConfig())
     assert add_adapters(model, ModelConfig(path="unused", dtype="bfloat16"), LoraConfig(targets=("in_proj",))) is model
 
 
-def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(tied_model: Path) -> None:
+def test_a_target_that_the_model_lacks_is_named_with_the_possible_ones(tied_model: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"lora.targets: there is no 'qkv_proj'; .* Qwen3ForCausalLM are down_proj, gat"
     ):

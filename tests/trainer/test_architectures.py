@@ -36,7 +36,7 @@ from scripts.architectures import compare, is_exact
     ],
     ids=str,
 )
-def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, options: dict[str, Any]) -> None:
+def test_log_probs_and_gradients_equal_those_of_transformers(kind: str, way: str, options: dict[str, Any]) -> None:
     row = compare(kind, **options)
     assert row["way"] == way, row
     if way != "refused":
@@ -46,7 +46,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: str, way: str, 
 
 @pytest.mark.filterwarnings("ignore")  # warnings that torch raises for its own code while it traces
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
-def test_layers_that_are_traced_as_for_a_gpu_are_trained_as_those_that_are_not(kind: str) -> None:
+def test_compiled_layers_have_the_log_probs_and_gradients_of_transformers(kind: str) -> None:
     row = compare(kind, compiled=True)
     assert row["way"] == "packed", row
     assert row["logprob_error"] < 1e-4

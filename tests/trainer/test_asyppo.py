@@ -40,6 +40,7 @@ from tests.trainer.trainer_cases import (
 )
 
 GAMMA, LAM, BETA = 0.9, 0.8, 0.3
+"""Discount γ, λ of GAE, and factor β of the entropy."""
 TRAIN = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9}
 
 
@@ -58,7 +59,10 @@ class ThreeCritics(AsyPpo, frozen=True):
 def asyppo(
     model: Path, small: Path, *, critics: int = 2, train: dict[str, Any] | None = None, **algorithm: Any
 ) -> Trainer:
-    """Return a trainer whose critics differ."""
+    """Return a trainer at version 3 whose critics, from the model `small`, have different heads.
+
+    `train` and `algorithm` are options of the tables of these names.
+    """
     objective = {2: "asyppo", 3: f"{__name__}:ThreeCritics"}[critics]
     table = {"objective": objective, "gamma": GAMMA, "entropy_bonus": BETA} | algorithm
     critic = {"path": str(small), "lam": LAM, "clip": None}
@@ -70,14 +74,16 @@ def asyppo(
 
 
 class Paper:
-    """Formulas of the paper, computed with plain models in float64."""
+    """Formulas of the paper (`AsyPpo`), computed with plain models in float64."""
 
     def __init__(self, policy: Path, small: Path, shard: Shard, critics: int = 2) -> None:
+        """Compute the values of all trained tokens. `small` is the model of the critics, whose heads `asyppo` sets."""
         self.shard = shard
         self.policy = reference_model(policy)
         self.critics = [Reference(small, index) for index in range(critics)]
         self.tokens = tokens_of(self.policy, None, shard)
         self.deviation: dict[tuple[int, int], float] = {}
+        """σ of each trained token, by its sample and its place in the sample."""
         for sample, mine in zip(shard.samples, by_sample(shard, self.tokens), strict=True):
             values = [naive_values(critic, sample.trajectory) for critic in self.critics]
             for token in mine:
@@ -96,7 +102,11 @@ class Paper:
     def loss(
         self, adjust: Callable[[Shard, list[Token]], None], *, decoupled: bool, k: float = 0.2, h: float = 0.2
     ) -> torch.Tensor:
-        """Return −J, the negated objective."""
+        """Return −J, the negated objective.
+
+        `adjust` applies corrections and weights. `k` is the share of tokens that are masked (I^A = 0), and `h` the
+        share without an entropy bonus (I^H = 0).
+        """
         tokens, count = self.tokens, len(self.tokens)
         gae_credit(GAMMA, LAM)(self.shard, tokens)
         adjust(self.shard, tokens)
@@ -141,6 +151,7 @@ def nothing(shard: Shard, tokens: list[Token]) -> None:
     """Apply no weight and no filter."""
 
 
+# For each variant: options of `[algorithm]`, and the function that applies the same corrections to the reference.
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Shard, list[Token]], None]]] = {
     "plain": ({}, nothing),
     "other shares": ({"options": {"mask_lowest": 0.5, "filter_highest": 0.6}}, nothing),
@@ -156,7 +167,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Shard, list[Token]], None]]]
 
 
 @pytest.mark.parametrize(("name", "critics"), [("plain", 2), *((name, 3) for name in VARIANTS if name != "plain")])
-def test_the_gradients_of_policy_and_critics_are_those_of_the_paper_in_float64(
+def test_the_gradients_of_policy_and_critics_equal_the_paper_in_float64(
     tied_model: Path, small_model: Path, name: str, critics: int
 ) -> None:
     algorithm, adjust = VARIANTS[name]
@@ -195,19 +206,24 @@ def test_the_masks_make_a_difference_in_the_test_batch(tied_model: Path, small_m
 
 
 def moved(parameters: dict[str, torch.nn.Parameter], direction: dict[str, torch.Tensor], by: float) -> None:
+    """Add `by` times the direction to the parameters, in place."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             local(parameter).add_(direction[name], alpha=by)
 
 
 @pytest.mark.parametrize("which", ["policy", "critic"])
-def test_the_loss_of_a_whole_step_rises_along_its_gradient_as_finite_differences_say(
+def test_the_gradient_of_a_whole_step_equals_finite_differences_of_its_loss(
     tied_model: Path, small_model: Path, which: str
 ) -> None:
-    """Tests the policy's gradient, and that of the second critic, which has its tokens' share of the critics' loss."""
+    """Check the gradient of the policy, and the gradient of the second critic.
+
+    The metric `critic_loss` is over the tokens of both critics, so it changes by the share of this critic's tokens.
+    """
     shard = aged_shard()
 
     def stepped(by: float, direction: dict[str, torch.Tensor] | None = None) -> tuple[float, Trainer]:
+        # Return the loss of a step after the weights have been moved, and the trainer.
         trainer = asyppo(tied_model, small_model)
         model = trainer.model if which == "policy" else trainer.critics[1].model
         if direction is not None:
@@ -227,7 +243,7 @@ def test_the_loss_of_a_whole_step_rises_along_its_gradient_as_finite_differences
     assert slope == pytest.approx(norm * share, rel=5e-3)
 
 
-def test_neither_the_budget_of_a_micro_batch_nor_the_order_of_its_samples_matters(
+def test_the_step_depends_neither_on_the_token_budget_nor_on_the_order_of_samples(
     tied_model: Path, small_model: Path
 ) -> None:
     results = []
@@ -247,7 +263,7 @@ def test_neither_the_budget_of_a_micro_batch_nor_the_order_of_its_samples_matter
             assert relative_error(mine, theirs) < 1e-4
 
 
-def test_new_critics_say_the_same_so_no_token_is_masked_and_then_they_come_apart(tied_model: Path) -> None:
+def test_new_critics_are_equal_so_no_token_is_masked_and_later_they_differ(tied_model: Path) -> None:
     tables = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-2}, "train": TRAIN}
     trainer = trainer_at(3, tied_model, **tables)
     first, second = trainer.critics
@@ -278,8 +294,12 @@ def test_a_batch_of_which_every_token_is_too_old_changes_nothing(tied_model: Pat
 
 
 @pytest.mark.parametrize(("objective", "passes"), [("grpo", 2), ("decoupled_ppo", 4)])
-def test_each_update_of_a_batch_is_that_of_a_naive_float64_loop(tied_model: Path, objective: str, passes: int) -> None:
-    """A large ε keeps Adam from amplifying float32's rounding errors."""
+def test_each_update_of_a_batch_equals_a_naive_float64_loop(tied_model: Path, objective: str, passes: int) -> None:
+    """Check a step that trains its batch `passes` times.
+
+    A large ε keeps Adam from amplifying float32's rounding errors. The ratios of `decoupled_ppo` are to the policy at
+    the start of the step, the ratios of `grpo` to the policy that sampled.
+    """
     train = {"updates_per_batch": passes, "max_grad_norm": 1e9, "learning_rate": 0.5, "async_ratio": 2.0,
              "max_tokens_per_microbatch": 40}  # fmt: skip
     algorithm = {"objective": objective, "aggregation": "token_mean", "options": {"clip_low": 0.05, "clip_high": 0.05}}

@@ -35,6 +35,7 @@ def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(folder: Path, dtype: str = "float32", **weights: Any) -> Config:
+    """Return a configuration of the model in a folder. `weights` are options of `[weights]`."""
     model = {"path": str(folder), "dtype": dtype, "max_length": 64}
     return make_config(folder, model=model, weights=weights)
 
@@ -47,7 +48,7 @@ def drawn(folder: Path, dtype: str = "float32", **weights: Any) -> tuple[PreTrai
     return shard_model(whole, trainer_mesh("cpu"), config.model), text, config
 
 
-def test_the_text_is_what_the_model_says_and_the_same_each_time(sure: Path) -> None:
+def test_the_text_is_sampled_from_the_model_and_the_same_each_time(sure: Path) -> None:
     _, text, _ = drawn(sure)
     _, again, _ = drawn(sure)
     assert text == again
@@ -61,7 +62,7 @@ def test_the_text_is_what_the_model_says_and_the_same_each_time(sure: Path) -> N
     assert sum(text.exact) / 31 > float(at_random.mean()) + 1
 
 
-def test_a_large_model_is_gathered_for_a_token_of_all_short_texts_at_once(sure: Path) -> None:
+def test_each_pass_samples_a_token_of_every_short_text(sure: Path) -> None:
     whole = load_model(configured(sure).model)
     passes: list[int] = []
     whole.register_forward_pre_hook(lambda _, __, given: passes.append(given["input_ids"].numel()), with_kwargs=True)
@@ -76,7 +77,7 @@ def test_the_text_leaves_the_engine_room_for_a_token(sure: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_tolerance_is_what_the_precision_makes_of_the_models_own_words(sure: Path, dtype: str) -> None:
+def test_the_tolerance_follows_from_the_rounding_error_on_the_text(sure: Path, dtype: str) -> None:
     model, text, config = drawn(sure, dtype)
     maker = CanaryMaker(text, model, config)
     gaps = [abs(one - exact) for one, exact in zip(maker.canary(model).logprobs, text.exact, strict=True)]
@@ -86,12 +87,12 @@ def test_the_tolerance_is_what_the_precision_makes_of_the_models_own_words(sure:
     assert smallest <= maker.rounding <= largest
 
 
-def test_a_tolerance_that_is_given_holds(sure: Path) -> None:
+def test_a_configured_tolerance_is_used(sure: Path) -> None:
     model, text, config = drawn(sure, "bfloat16", canary_tolerance=0.123)
     assert CanaryMaker(text, model, config).canary(model).tolerance == 0.123
 
 
-def test_the_tolerance_grows_with_the_log_probs_of_a_text_that_the_policy_has_left(sure: Path) -> None:
+def test_the_tolerance_grows_with_the_size_of_the_log_probs(sure: Path) -> None:
     model, text, config = drawn(sure)
     maker = CanaryMaker(text, model, config)
     before = maker.canary(model)
@@ -124,7 +125,7 @@ def plain_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
     return [float(rows[at, token]) for at, token in enumerate(token_ids[1:])]
 
 
-def test_a_model_that_outgrows_float16_is_refused_with_what_would_do(sure: Path, tmp_path: Path) -> None:
+def test_a_model_whose_activations_overflow_float16_is_refused_with_advice(sure: Path, tmp_path: Path) -> None:
     model = load_model(configured(sure).model)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1e6)
@@ -147,6 +148,8 @@ def test_a_model_with_damaged_weights_is_refused(sure: Path) -> None:
 
 
 class Stopping(nn.Module):
+    """Layer that raises `error` in its forward pass."""
+
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
@@ -155,7 +158,7 @@ class Stopping(nn.Module):
         raise self.error
 
 
-def test_a_model_that_stops_at_tokens_is_refused_by_name(sure: Path) -> None:
+def test_a_model_that_fails_on_tokens_is_refused_by_name(sure: Path) -> None:
     config = configured(sure)
     whole = load_model(config.model)
     whole.model.norm = Stopping(TypeError("expected a picture"))
@@ -169,7 +172,7 @@ def test_a_model_that_stops_at_tokens_is_refused_by_name(sure: Path) -> None:
      torch.OutOfMemoryError("CUDA out of memory")],
     ids=["a lost rank", "memory"],
 )  # fmt: skip
-def test_what_is_not_the_models_fault_is_not_said_of_it(sure: Path, error: Exception) -> None:
+def test_errors_that_the_model_did_not_cause_are_passed_on(sure: Path, error: Exception) -> None:
     config = configured(sure)
     whole = load_model(config.model)
     whole.model.norm = Stopping(error)
@@ -178,7 +181,7 @@ def test_what_is_not_the_models_fault_is_not_said_of_it(sure: Path, error: Excep
     assert raised.value is error
 
 
-def test_the_canary_follows_the_weights(sure: Path) -> None:
+def test_the_log_probs_of_the_canary_change_with_the_weights(sure: Path) -> None:
     model, text, config = drawn(sure)
     maker = CanaryMaker(text, model, config)
     before = maker.canary(model)

@@ -1,3 +1,8 @@
+"""Checkpoints and exports: saving, loading, damage, failed writes, and a writer that is killed.
+
+A checkpoint holds the policy, its optimizer, and the *extras*: critics, an average of the weights, a reference.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -32,6 +37,7 @@ from tests.trainer.trainer_cases import Rank, Trainer, kept, make_config, random
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
+"""State of the hub in the checkpoints of these tests."""
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -46,12 +52,14 @@ KEPT = EXTRAS | {"critics": CRITICS}
 
 
 def trained(model: Path, steps: int, **tables: dict[str, Any]) -> Trainer:
+    """Return a new trainer after this many steps. `tables` are tables of its configuration."""
     trainer = Trainer(make_config(model, **tables))
     train(trainer, steps)
     return trainer
 
 
 def train(trainer: Trainer, steps: int) -> None:
+    """Take this many steps, each with the batch of its version, so that equal trainers stay equal."""
     for _ in range(steps):
         trainer.train_step(msgspec.structs.replace(fresh_shard(trainer.version), step=trainer.version))
 
@@ -73,6 +81,7 @@ def fresh_shard(version: int):
 
 
 def same_weights(one: Trainer, other: Trainer) -> bool:
+    """Return True if the policies of two trainers have equal weights, bit for bit."""
     theirs = weights_of(other)
     return all(torch.equal(value, theirs[name]) for name, value in weights_of(one).items())
 
@@ -92,6 +101,7 @@ def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def names(run_dir: Path) -> list[str]:
+    """Return the names of all folders beside the checkpoints of a run, sorted."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
@@ -126,7 +136,7 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
     assert same_weights(original, restored)
 
 
-def test_what_muon_leaves_for_the_next_step_is_kept(tied_model: Path, tmp_path: Path) -> None:
+def test_the_momentum_of_muon_is_saved_and_loaded(tied_model: Path, tmp_path: Path) -> None:
     muon = {"optimizer": "muon"}
     original, restored = trained(tied_model, 2, train=muon), trained(tied_model, 1, train=muon)
     checkpoint.load(checkpoint.save(tmp_path, original, kept(HUB), keep=1), restored)
@@ -136,9 +146,7 @@ def test_what_muon_leaves_for_the_next_step_is_kept(tied_model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("extra", KEPT)
-def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identically(
-    tied_model: Path, tmp_path: Path, extra: str
-) -> None:
+def test_extras_are_loaded_bit_equal_and_continue_identically(tied_model: Path, tmp_path: Path, extra: str) -> None:
     original = trained(tied_model, 2, **KEPT[extra])
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     assert checkpoint_files.read_manifest(path).extras == (("critic", "critic") if extra == "critics" else (extra,))
@@ -156,7 +164,7 @@ def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identi
     assert any(not torch.equal(value, saved[name]) for name, value in theirs.items())
 
 
-def test_a_run_goes_on_with_the_options_of_its_optimizers_that_it_has_now(tied_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_optimizer_options_of_its_own_configuration(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, trained(tied_model, 1, **CRITICS), kept(HUB), keep=1)
     options = {"weight_decay": 0.5, "betas": [0.8, 0.9]}
     resumed = trained(tied_model, 1, train=options, **CRITICS)
@@ -167,7 +175,7 @@ def test_a_run_goes_on_with_the_options_of_its_optimizers_that_it_has_now(tied_m
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_run_and_its_checkpoint_must_keep_the_same(tied_model: Path, tmp_path: Path, extra: str) -> None:
+def test_a_run_and_its_checkpoint_must_have_the_same_extras(tied_model: Path, tmp_path: Path, extra: str) -> None:
     plain, more = trained(tied_model, 1), trained(tied_model, 1, **EXTRAS[extra])
     weights, extras = weights_of(more), extras_of(more)
     words = {"critic": "a critic", "ewma": "an average of the policy's weights", "reference": "a reference"}[extra]
@@ -220,7 +228,7 @@ def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_
     assert state_of(path) == b"again"
 
 
-def test_what_others_keep_beside_checkpoints_is_neither_chosen_nor_deleted(tmp_path: Path) -> None:
+def test_other_folders_beside_checkpoints_are_neither_chosen_nor_deleted(tmp_path: Path) -> None:
     for name in ("step-000010", "step-000010-best", "step-999999", "step-1000000", "step-1000000.replaced", "step-x"):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
@@ -296,7 +304,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a
         assert same_weights(restored, two_checkpoints[1])
 
 
-def test_where_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(tied_model: Path, tmp_path: Path) -> None:
+def test_if_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(tied_model: Path, tmp_path: Path) -> None:
     assert checkpoint_files.choose_checkpoint(tmp_path) == (None, [])
     trainer = trained(tied_model, 1)
     for _ in range(2):
@@ -313,15 +321,16 @@ class KilledError(BaseException):
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_version_that_is_written_again_is_there_at_every_moment(
+def test_while_a_version_is_written_again_one_of_its_checkpoints_is_always_complete(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """The writer dies after its first or second rename."""
+    """The writer dies after its first rename (old folder aside) or its second one (new folder in place)."""
     trainer = trained(tied_model, 1)
     checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
     rename, renamed = Path.rename, list[Path]()
 
     def until_killed(path: Path, target: Path) -> Path:
+        # Rename, and raise after rename number `after` of a checkpoint's folder.
         result = rename(path, target)
         if path.parent == tmp_path / "checkpoints":
             renamed.append(path)
@@ -349,7 +358,7 @@ def test_a_version_that_is_written_again_is_there_at_every_moment(
     assert state_of(tmp_path / "checkpoints" / "step-000001") == b"third"
 
 
-def test_a_flipped_bit_is_refused_by_name(tied_model: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_and_its_file_is_named(tied_model: Path, tmp_path: Path) -> None:
     trainer = trained(tied_model, 1)
     path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
     (path / checkpoint_files.HUB_STATE).write_bytes(b"the hub's stata")
@@ -373,7 +382,7 @@ def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model
 def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test looks at the state that a crash at any of these points would leave."""
+    """At each `fsync`, the test looks at the state that a crash at this point would leave."""
     trainer = trained(tied_model, 1)
     previous = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     train(trainer, 1)
@@ -400,6 +409,7 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
+# Filter for the warning of a file object of torch that is collected although it could not be closed.
 FILE_OF_TORCH = "ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning"
 
 
@@ -444,7 +454,7 @@ def test_a_full_disk_is_named_as_the_cause_with_the_path(untied_model: Path, tmp
             checkpoint.export_hf(trainer.model, TOKENIZER, disk.path / "model")
 
 
-def test_a_disk_that_takes_no_writes_is_not_said_to_be_full(untied_model: Path, tmp_path: Path) -> None:
+def test_a_read_only_disk_is_not_reported_as_full(untied_model: Path, tmp_path: Path) -> None:
     trainer = trained(untied_model, 1)
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
         disk.read_only()
@@ -465,7 +475,7 @@ def test_the_advice_after_a_failed_write_does_not_depend_on_the_names_of_folders
         checkpoint.save(tmp_path / "Permission denied", trained(tied_model, 0), full, keep=1)
 
 
-def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_path: Path) -> None:
+def test_a_lost_hub_raises_its_own_error_and_no_checkpoint_error(tied_model: Path, tmp_path: Path) -> None:
     def lost(file: Path) -> checkpoint_files.FileEntry:
         raise PeerLostError("the connection to hub ended")
 
@@ -492,7 +502,7 @@ def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_pat
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True).convert_tokens_to_ids("b") == 1
 
 
-def test_an_export_has_what_biases_the_choice_of_experts(tmp_path: Path) -> None:
+def test_an_export_has_the_bias_for_the_choice_of_experts(tmp_path: Path) -> None:
     model: Any = tiny("deepseek_v3")
     model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
     model = shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype="float32"))

@@ -1,3 +1,5 @@
+"""Credit of a batch: shaped rewards, advantages by estimator, rewards of turns at tokens, and weights by age."""
+
 from __future__ import annotations
 
 import math
@@ -18,13 +20,16 @@ from tests.branching import joined
 from tests.trainer.trainer_cases import make_shard, make_trajectory
 
 NOW = [VersionRun(0, 3)]
+"""Three action tokens of version 0: two in the first turn of `make_trajectory`, and one in the second."""
 
 
 def credit_of(shard: Shard, estimator: Advantage = "group", **algorithm: object) -> Credit:
+    """Return the credit of a batch with these options of `[algorithm]`."""
     return assign_credit(shard, AlgorithmConfig(**algorithm), estimator)
 
 
 def sample(group: int, reward: float, runs: list[VersionRun] = NOW) -> Trajectory:
+    """Return a sample of a group, whose action tokens come from these versions."""
     return make_trajectory(group, 0, runs, np.random.default_rng(0), reward=reward)
 
 
@@ -77,7 +82,7 @@ def test_rewards_of_turns_stand_at_their_last_tokens_and_shaping_in_the_last_tur
     assert credit_of(shard, "gae", shaping=shaping).earned(micro).tolist() == [0.0, 1.0, 1.75, 0.0, 5.0, -0.25]
 
 
-def test_what_is_earned_at_tokens_that_are_too_old_stands_at_the_last_token_before_them_that_is_not() -> None:
+def test_rewards_at_tokens_that_are_too_old_move_to_the_last_trained_token_before() -> None:
     runs = [
         [VersionRun(3, 1), VersionRun(2, 2)],
         [VersionRun(3, 2), VersionRun(1, 1)],
@@ -90,7 +95,7 @@ def test_what_is_earned_at_tokens_that_are_too_old_stands_at_the_last_token_befo
     assert credit_of(shard, "gae").earned(micro).tolist() == [3.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 2.0]
 
 
-def test_a_branch_earns_what_its_sample_does_from_its_own_first_turn_on() -> None:
+def test_a_branch_gets_the_rewards_of_its_sample_from_its_own_first_turn_on() -> None:
     first = with_turns(sample(0, 0.0), [1.0, 2.0])
     other = with_turns(sample(0, 0.0), [10.0, 20.0])
     shard = make_shard([joined([first, other])])
@@ -139,7 +144,7 @@ def test_linear_weights_fall_to_zero_just_beyond_the_age_limit_of_the_batch(step
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_a_number_is_refused_by_the_name_of_its_sample(value: float) -> None:
+def test_a_reward_that_is_not_finite_is_refused_and_its_sample_is_named(value: float) -> None:
     shard = make_shard([sample(4, 1.0), sample(5, 0.0)])
     spoilt = [shard.batch[0], msgspec.structs.replace(shard.batch[1], reward=value)]
     with pytest.raises(ContractError, match=rf"sample 1 \(group 5\) has the reward {value}"):
@@ -149,14 +154,14 @@ def test_a_reward_that_is_not_a_number_is_refused_by_the_name_of_its_sample(valu
         credit_of(msgspec.structs.replace(shard, earlier=earlier))
 
 
-def test_an_advantage_that_is_not_finite_is_refused_by_the_name_of_its_sample() -> None:
+def test_an_advantage_that_is_not_finite_is_refused_and_its_sample_is_named() -> None:
     shard = make_shard([sample(0, 1.0), sample(3, -1.7e308), sample(3, 1.7e308), sample(3, 1.7e308)])
     with pytest.raises(ContractError, match=r"sample 1 \(group 3\) has an advantage that is not finite"):
         credit_of(shard, "group_mean")
 
 
 @pytest.mark.parametrize("estimator", ["turn", "gae"])
-def test_turns_whose_rewards_are_not_known_are_refused_where_they_count(estimator: Advantage) -> None:
+def test_missing_rewards_of_turns_are_refused_by_estimators_that_use_them(estimator: Advantage) -> None:
     shard = make_shard([sample(0, 1.0), sample(0, 0.0)])
     spoilt = [shard.batch[0], msgspec.structs.replace(shard.batch[1], turns=[1.0])]
     broken = msgspec.structs.replace(shard, batch=spoilt)
@@ -165,7 +170,7 @@ def test_turns_whose_rewards_are_not_known_are_refused_where_they_count(estimato
     assert credit_of(broken, "group").advantage_B.tolist() == [1.0, -1.0]
 
 
-def test_what_the_batch_knows_of_a_trajectory() -> None:
+def test_batch_samples_describe_their_trajectories() -> None:
     one = with_turns(sample(7, 0.0, [VersionRun(1, 2), VersionRun(3, 2)]), [1.0, 0.5])
     cut = msgspec.structs.replace(one, outcome=Outcome.TRUNCATED)
     assert one.batch_sample(0) == BatchSample(7, 1.5, 1, 4, False, [1.0, 0.5])

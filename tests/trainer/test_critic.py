@@ -1,3 +1,5 @@
+"""Critics: values and gradients against a plain model in float64, metrics, failures, and two ranks."""
+
 from __future__ import annotations
 
 import math
@@ -39,10 +41,11 @@ from tests.trainer.two_critic_ranks import SPLITS, parts_of
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return True if the tensors of these names are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_values_are_those_of_a_plain_forward_pass_before_each_action_token(model: Path) -> None:
+def test_values_equal_a_plain_forward_pass_before_each_action_token(model: Path) -> None:
     sequences = random_sequences()
     value_T = make_critic(model).values(micro_of(sequences))
     with torch.no_grad():
@@ -53,7 +56,7 @@ def test_values_are_those_of_a_plain_forward_pass_before_each_action_token(model
     torch.testing.assert_close(value_T.double(), expected_T, rtol=0, atol=5e-6)
 
 
-def test_a_new_critic_expects_nothing(tied_model: Path) -> None:
+def test_a_new_critic_gives_every_state_the_value_zero(tied_model: Path) -> None:
     critic = Critic(critic_config(tied_model), trainer_mesh("cpu"))
     assert not critic.values(micro_of(random_sequences())).any()
 
@@ -116,7 +119,7 @@ def test_the_head_stays_in_float32_above_a_half_precision_backbone(tied_model: P
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_the_gradient_is_that_of_the_formula_in_float64(untied_model: Path, clip: float | None) -> None:
+def test_the_gradient_equals_the_formula_in_float64(untied_model: Path, clip: float | None) -> None:
     sequences = random_sequences()
     critic, reference = make_critic(untied_model, clip=clip), Reference(untied_model)
     update(critic, [sequences], trained(sequences))
@@ -155,7 +158,7 @@ def test_the_clipped_loss_is_the_larger_of_two_squares(value: float, loss: float
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
-def test_what_stands_in_masked_slots_changes_nothing(tied_model: Path, garbage: float) -> None:
+def test_numbers_of_masked_tokens_change_nothing(tied_model: Path, garbage: float) -> None:
     sequences = random_sequences()
     spoilt = [
         replace(one, returns=np.where(one.mask, one.returns, garbage), old=np.where(one.mask, one.old, -garbage))
@@ -183,7 +186,8 @@ def test_any_split_of_a_minibatch_gives_the_same_gradient_and_metrics(
     assert critic_metrics([split]) == pytest.approx(critic_metrics([whole]), rel=1e-5)
 
 
-def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_model: Path) -> None:
+def test_the_metrics_describe_the_trained_tokens_of_all_updates(tied_model: Path) -> None:
+    """V is the value at the start of the step, before any of the updates."""
     critic = make_critic(tied_model)
     minibatches = [random_sequences(seed) for seed in (0, 1)]
     for sequences in minibatches:
@@ -200,7 +204,7 @@ def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_
     assert metrics["critic_skipped"] == 0
 
 
-def test_metrics_start_anew_after_each_call(tied_model: Path) -> None:
+def test_metrics_are_cleared_by_each_call(tied_model: Path) -> None:
     # The rate is too small to change float32 weights.
     fresh, used = (make_critic(tied_model, learning_rate=1e-30) for _ in range(2))
     other, sequences = random_sequences(1), random_sequences(0)
@@ -211,7 +215,7 @@ def test_metrics_start_anew_after_each_call(tied_model: Path) -> None:
     assert critic_metrics([used]) == critic_metrics([fresh])
 
 
-def test_a_perfect_critic_explains_all_and_a_constant_one_nothing(tied_model: Path) -> None:
+def test_the_explained_variance_is_one_of_a_perfect_critic_and_zero_of_a_constant(tied_model: Path) -> None:
     sequences, critic = random_sequences(), make_critic(tied_model)
     for old, expected in ((lambda one: one.returns, 1.0), (lambda one: np.full_like(one.returns, 7.0), 0.0)):
         batch = [replace(one, old=old(one)) for one in sequences]
@@ -249,7 +253,7 @@ def test_the_gradient_is_clipped_to_the_norm_of_the_training(tied_model: Path) -
     assert relative_error(critic_gradient(held), expected) < 1e-5
 
 
-def test_an_update_moves_by_the_critics_own_rate(tied_model: Path) -> None:
+def test_an_update_uses_the_learning_rate_of_the_critic(tied_model: Path) -> None:
     sequences = random_sequences()
     critic = make_critic(tied_model, learning_rate=1e-3, train={"learning_rate": 1.0})
     before = critic_weights(critic)["head.bias"]
@@ -284,6 +288,7 @@ def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
     rng = np.random.default_rng(0)
 
     def sample() -> Sequenced:
+        # Return a prompt token that decides about the return, 0 or 1, and four random tokens.
         good = float(rng.integers(0, 2))
         ids = np.concatenate([[5 + int(good)], rng.integers(0, 40, 4)])
         actions = np.arange(1, 5)
@@ -301,6 +306,7 @@ def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run two ranks, and return the folder of their model, the folder of their checkpoint, and each rank's results."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(two_critic_ranks.main, 2, untied_model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
@@ -327,7 +333,7 @@ def test_two_ranks_give_the_values_gradient_and_metrics_of_one(ranks: dict[str, 
 
 
 @pytest.mark.integration
-def test_values_follow_the_weights_although_they_have_no_backward(ranks: dict[str, Any]) -> None:
+def test_values_use_new_weights_although_no_backward_pass_frees_the_old(ranks: dict[str, Any]) -> None:
     """Two ranks are needed: if gathered weights were kept, the second values would be computed with the old weights."""
     for results in ranks["results"]:
         before, after = results["doubled"]

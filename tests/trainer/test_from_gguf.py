@@ -23,18 +23,20 @@ from tests.gguf_files import POSITIONS, tensors, write_gguf
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small GGUF file of a llama, whose layers are quantised."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
 def folder(file: Path) -> Path:
+    """Return the folder to which the file is converted."""
     made = file.parent / "made"
     made.mkdir()
     convert(file, made)
     return made
 
 
-def test_the_folder_is_an_ordinary_model_in_bfloat16_that_counts_as_none_of_a_quantised_form(folder: Path) -> None:
+def test_the_folder_is_an_ordinary_model_in_bfloat16_without_quantisation(folder: Path) -> None:
     told = json.loads((folder / "config.json").read_text())
     assert told["dtype"] == "bfloat16"
     assert "quantization_config" not in told
@@ -56,7 +58,7 @@ def test_the_folder_is_an_ordinary_model_in_bfloat16_that_counts_as_none_of_a_qu
         ("output_norm.weight", "model.norm.weight"),
     ],
 )
-def test_weights_are_those_of_the_file_rounded_to_bfloat16(folder: Path, name: str, there: str) -> None:
+def test_weights_equal_the_dequantised_weights_in_bfloat16(folder: Path, name: str, there: str) -> None:
     written = tensors()[name]
     if "blk" in name:
         kind = gguf.GGMLQuantizationType.Q8_0
@@ -73,12 +75,12 @@ def test_the_tokenizer_comes_with_its_chat_template_and_the_length_of_the_model(
     assert tokenizer.inner.eos_token == "<|im_end|>"
 
 
-def test_the_tokenizer_alone_is_that_of_the_folder(file: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_alone_equals_the_tokenizer_of_the_folder(file: Path, folder: Path, tmp_path: Path) -> None:
     save_tokenizer(file, tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
 
 
-def test_a_file_says_what_it_holds_before_it_is_converted(file: Path) -> None:
+def test_a_file_is_described_before_it_is_converted(file: Path) -> None:
     assert describe(file) == "a LlamaForCausalLM of 0.0784M parameters"
     assert examine(file) == Header(POSITIONS, 2 * sum(values.size for values in tensors().values()))
 
@@ -102,7 +104,7 @@ def test_a_file_that_was_cut_off_is_refused(file: Path, tmp_path: Path, share: f
     assert f"{tmp_path / 'cut.gguf'} is no whole GGUF file" in refused(tmp_path / "cut.gguf")
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+def test_a_text_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("weights, as it were\n" * 100)
     assert "text.gguf is no whole GGUF file" in refused(tmp_path / "text.gguf")
 
@@ -124,9 +126,7 @@ def test_tensors_of_a_type_that_cannot_be_dequantised_are_refused_by_its_name(tm
     ("value", "why"),
     [(None, "lacks tensors of its model, such as "), (np.nan, "holds numbers that are not finite in its tensor ")],
 )
-def test_a_file_without_a_tensor_or_with_one_of_no_numbers_is_refused(
-    tmp_path: Path, value: float | None, why: str
-) -> None:
+def test_a_missing_tensor_or_one_that_is_not_finite_is_refused(tmp_path: Path, value: float | None, why: str) -> None:
     changed: Any = None if value is None else np.full(64, value, np.float32)
     told = refused(write_gguf(tmp_path / "odd.gguf", changed={"blk.1.ffn_norm.weight": changed}))
     assert f"{why}model.layers.1.post_attention_layernorm.weight" in told

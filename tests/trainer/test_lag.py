@@ -1,4 +1,7 @@
-"""Steps that adapt to their lag, against loops over tokens in float64."""
+"""Steps whose learning rate is limited by the lag, against loops over tokens in float64.
+
+The *lag* is the distance of the policy from the policies that sampled. `algorithms.staleness.Lag` has the rule.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ TRAIN: dict[str, Any] = {
     "async_ratio": 2.0,
 }
 STEP = 3
+"""Version that the first step of a test trains."""
 BUDGET = 0.25
 """Lag budget at which the rate lies between its bounds if no earlier step has lowered it."""
 SPREAD = (0.15, 0.6, 0.9)
@@ -57,6 +61,7 @@ def drifted(model: Path, seed: int = 0, step: int = STEP) -> Shard:
 
 
 def lagging(model: Path, budget: float = BUDGET, **train: Any) -> Trainer:
+    """Return a new trainer at version `STEP` whose rate is limited by this budget. `train` are options of `[train]`."""
     return trainer_at(STEP, model, algorithm={"lag": {"budget": budget}}, train=TRAIN | train)
 
 
@@ -75,11 +80,12 @@ def naive_square(model: Path, shard: Shard) -> tuple[float, list[int], float]:
 
 
 def moved(before: dict[str, torch.Tensor], trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the change of each weight since `before`."""
     return {name: value - before[name] for name, value in weights_of(trainer).items()}
 
 
 @pytest.mark.parametrize("objective", ["grpo", "topr", "m2po"])
-def test_the_update_is_that_of_the_rate_that_a_float64_loop_gives(untied_model: Path, objective: str) -> None:
+def test_the_update_has_the_rate_that_a_float64_loop_gives(untied_model: Path, objective: str) -> None:
     shard = drifted(untied_model)
     algorithm: dict[str, Any] = {"objective": objective}
     trainer = trainer_at(STEP, untied_model, algorithm=algorithm | {"lag": {"budget": 2 * BUDGET}}, train=TRAIN)
@@ -119,7 +125,11 @@ def test_the_rate_is_the_same_for_any_packing_and_any_order(untied_model: Path) 
     assert found[0]["lag_scale"] < 1
 
 
-def test_each_update_of_a_step_is_held_by_its_own_minibatch_and_by_the_updates_before_it(tied_model: Path) -> None:
+def test_each_update_is_limited_by_its_minibatch_and_by_the_updates_before_it(tied_model: Path) -> None:
+    """The budget is so small that each update has the smallest rate, which depends on the lags of its tokens.
+
+    For the second of two updates, each lag is greater by half a version.
+    """
     shard = drifted(tied_model)
     trainer = lagging(tied_model, budget=1e-9, minibatches=2)
     metrics = trainer.train_step(shard)
@@ -166,7 +176,8 @@ def test_a_wide_budget_changes_nothing(tied_model: Path) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in weights_of(held).items())
 
 
-def test_versions_whose_updates_were_left_out_have_moved_nothing(tied_model: Path) -> None:
+def test_versions_whose_updates_were_left_out_count_with_a_rate_of_zero(tied_model: Path) -> None:
+    """In the first step only the critics learn, so the policy does not move."""
     trainer = trainer_at(STEP, tied_model, algorithm={"objective": "ppo", "lag": {}},
                          critic={"warmup_steps": STEP + 1}, train=TRAIN)  # fmt: skip
     metrics = trainer.train_step(aged_shard())
@@ -178,7 +189,7 @@ def test_versions_whose_updates_were_left_out_have_moved_nothing(tied_model: Pat
     assert trainer.lag.rates == {STEP: 0.0, STEP + 1: pytest.approx(1e-3 * metrics["lag_scale"])}
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_the_rates_it_had(tied_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_recorded_rates_of_its_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     original = lagging(tied_model, budget=0.3, max_token_age=2)
     for step in (STEP, STEP + 1, STEP + 2):
         original.train_step(drifted(tied_model, step, step=step))
@@ -196,7 +207,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_rates_it_had(tied_model: Pat
     assert all(torch.equal(value, weights_of(restored)[name]) for name, value in weights_of(original).items())
 
 
-def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_rates_stands_for_scheduled_rates(tied_model: Path, tmp_path: Path) -> None:
     plain = trainer_at(STEP, tied_model, train=TRAIN)
     path = checkpoint.save(tmp_path, plain, kept(b""), keep=1)
     loaded, fresh = lagging(tied_model), lagging(tied_model)
@@ -206,7 +217,7 @@ def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_mod
     assert loaded.train_step(shard)["lag_scale"] == fresh.train_step(shard)["lag_scale"] < 1
 
 
-def test_what_engine_and_trainer_disagree_on_does_not_hold_the_rate_down(untied_model: Path) -> None:
+def test_disagreement_of_engine_and_trainer_does_not_lower_the_rate(untied_model: Path) -> None:
     """Disagreement is a constant part of the distance: a lower rate would only increase its share of the distance."""
     trainer = trainer_at(STEP, untied_model, algorithm={"lag": {}}, train=TRAIN | {"learning_rate": 1e-9})
     rng, reference = np.random.default_rng(0), reference_model(untied_model)
@@ -241,7 +252,8 @@ def test_log_probs_that_are_not_finite_do_not_switch_the_limit_off_for_later_ste
     assert math.isfinite(metrics["lag_disagreement"])
 
 
-def test_a_single_token_far_off_does_not_hold_a_batch_down(untied_model: Path) -> None:
+def test_a_single_outlier_does_not_lower_the_rate_of_a_batch(untied_model: Path) -> None:
+    """Check a log-ratio of 20. It is cut to 2, so it adds at most 4 / tokens to the mean of the squares."""
     shard = drifted(untied_model)
     first = shard.samples[0].trajectory
     far = np.frombuffer(first.logprobs, "<f4").copy()
@@ -254,11 +266,11 @@ def test_a_single_token_far_off_does_not_hold_a_batch_down(untied_model: Path) -
     assert off["lag_distance"] - near["lag_distance"] < 4 / tokens + 1e-6
 
 
-def test_the_option_is_off_unless_it_is_asked_for(tied_model: Path) -> None:
+def test_without_the_option_there_is_no_limit(tied_model: Path) -> None:
     assert Trainer(make_config(tied_model)).lag is None
 
 
-def test_synchronous_training_with_one_update_per_batch_is_as_without(tied_model: Path) -> None:
+def test_synchronous_training_with_one_update_per_batch_has_no_limit(tied_model: Path) -> None:
     table = {"lag": {"budget": 1e-9}}
     assert trainer_at(STEP, tied_model, algorithm=table, train=TRAIN | {"async_ratio": 0.0}).lag is None
     assert trainer_at(STEP, tied_model, algorithm=table, train=TRAIN | {"async_ratio": 0.0, "minibatches": 2}).lag

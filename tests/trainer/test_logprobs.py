@@ -1,3 +1,5 @@
+"""Log-probs of packed sequences under sharded models, against whole logits of single sequences in float64."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -28,11 +30,13 @@ from tests.trainer.trainer_cases import VOCABULARY, reference_model, relative_er
 
 @pytest.fixture(scope="session")
 def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model whose output layer has a bias."""
     return write_biased_model(tmp_path_factory.mktemp("biased") / "model")
 
 
 @pytest.fixture(params=["tied", "untied", "biased"])
 def any_model(request: pytest.FixtureRequest, tied_model: Path, untied_model: Path, biased_model: Path) -> Path:
+    """Return each of three tiny models in turn."""
     return {"tied": tied_model, "untied": untied_model, "biased": biased_model}[request.param]
 
 
@@ -42,6 +46,7 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch, and look at the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -75,7 +80,7 @@ def test_packed_gradients_equal_those_of_whole_logits(any_model: Path) -> None:
     assert relative_error(found, expected) < 2e-6
 
 
-def test_several_chunks_give_what_one_gives(any_model: Path) -> None:
+def test_several_chunks_give_the_gradient_of_one(any_model: Path) -> None:
     everything = range(len(LENGTHS))
     model = sharded(any_model)
     layer = model.get_output_embeddings()
@@ -84,7 +89,7 @@ def test_several_chunks_give_what_one_gives(any_model: Path) -> None:
     assert relative_error(gradient(model, everything), gradient(sharded(any_model), everything)) < 1e-6
 
 
-def test_a_micro_batch_that_predicts_nothing_adds_nothing(model: Path) -> None:
+def test_a_micro_batch_without_predicted_tokens_has_a_zero_gradient(model: Path) -> None:
     ours = sharded(model)
     nothing = {name: np.zeros(0, dtype=np.int64) for name in ("before_T", "target_T")}
     result = token_logprobs(ours, **packed_batch(random_sequences()) | nothing)
@@ -133,7 +138,7 @@ def test_the_canary_is_the_plain_log_prob_of_each_next_token(any_model: Path) ->
     assert canary_logprobs(sharded(any_model), tokens) == pytest.approx(expected.tolist(), abs=5e-6)
 
 
-def test_the_canary_follows_the_weights_although_it_has_no_backward(model: Path) -> None:
+def test_the_canary_uses_new_weights_although_no_backward_pass_frees_the_old(model: Path) -> None:
     ours, reference = sharded(model), reference_model(model)
     # Keep the parameters from before the forward pass, as an optimizer does.
     parameters = [*ours.parameters(), *reference.parameters()]

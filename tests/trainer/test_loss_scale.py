@@ -16,13 +16,14 @@ from tests.trainer.trainer_cases import Trainer, aged_shard, gradient_of, kept, 
 
 
 def trainer(folder: Path, dtype: str, **train: Any) -> Trainer:
+    """Return a new trainer at version 3, which `aged_shard` needs, with forward passes in this dtype."""
     model = {"path": str(folder), "dtype": dtype, "max_length": 64}
     made = Trainer(make_config(folder, model=model, train={"async_ratio": 2.0, "max_grad_norm": 1e9} | train))
     made.version = 3
     return made
 
 
-def test_a_gradient_in_float16_is_that_in_float32_up_to_rounding(tied_model: Path) -> None:
+def test_a_gradient_in_float16_equals_float32_up_to_rounding(tied_model: Path) -> None:
     found, expected = (trainer(tied_model, dtype) for dtype in ("float16", "float32"))
     metrics = [one.train_step(aged_shard()) for one in (found, expected)]
     assert relative_error(gradient_of(found), gradient_of(expected)) < 0.02
@@ -78,7 +79,7 @@ def test_other_dtypes_have_no_scale(dtype: str) -> None:
     assert scale.value == 1
 
 
-def test_a_resumed_run_goes_on_with_the_scale_that_it_had(tied_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_scale_of_its_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     made = trainer(tied_model, "float16")
     made.scale.value, made.scale.finite_in_a_row = 512.0, 7
     path = checkpoint.save(tmp_path, made, kept(b"hub"), keep=1)

@@ -82,11 +82,11 @@ def configured(folder: Path, **tables: Any) -> Config:
     return make_config(folder, model=model, train=train, **tables)
 
 
-def test_layers_that_are_not_run_take_what_the_last_one_took(plans: dict[str, RankMemory]) -> None:
+def test_layers_that_are_not_run_count_like_the_last_one_that_was_run(plans: dict[str, RankMemory]) -> None:
     assert plans["of two"] == plans["of two, all layers"]
 
 
-def test_ranks_share_what_is_kept_and_not_what_is_at_work(plans: dict[str, RankMemory]) -> None:
+def test_ranks_divide_weights_and_moments_but_not_the_memory_of_a_pass(plans: dict[str, RankMemory]) -> None:
     alone, shared = plans["alone"], plans["of many"]
     assert alone.weights == 4 * alone.parameters
     assert alone.gradients == alone.weights
@@ -122,7 +122,7 @@ def test_inputs_that_wait_on_the_host_are_not_on_the_device(plans: dict[str, Ran
     assert (LAYERS - 2) * INPUT <= recomputed.at_work - aside.at_work <= (LAYERS - 1) * INPUT
 
 
-def test_of_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[str, RankMemory]) -> None:
+def test_with_weights_on_the_host_the_device_holds_a_layer_at_a_time(plans: dict[str, RankMemory]) -> None:
     recomputed, inputs_aside, aside = plans["recomputed"], plans["offloaded"], plans["weights aside"]
     for found in (aside, plans["aside, of many"], plans["aside, beside others"]):
         assert (found.weights, found.gradients, found.moments, found.others, found.loading) == (0, 0, 0, 0, 0)
@@ -145,7 +145,7 @@ def test_kept_sets_are_counted(plans: dict[str, RankMemory]) -> None:
     assert found.at_work - alone.at_work > 126 * 20 * 3 * 8
 
 
-def test_adapters_alone_have_gradients_and_their_base_is_there_twice_when_the_run_begins(
+def test_only_adapters_have_gradients_and_their_base_is_held_twice_at_the_start(
     plans: dict[str, RankMemory],
 ) -> None:
     alone, found = plans["alone"], plans["adapters"]
@@ -161,13 +161,13 @@ def test_muon_keeps_one_moment_of_hidden_matrices(plans: dict[str, RankMemory]) 
     assert alone.weights < found.moments < 1.7 * alone.weights
 
 
-def test_of_each_layer_of_a_mixture_that_runs_again_its_inputs_are_kept_alone(plans: dict[str, RankMemory]) -> None:
+def test_recomputed_layers_of_a_mixture_keep_only_their_inputs(plans: dict[str, RankMemory]) -> None:
     shallow, deep = plans["experts, recomputed"], plans["experts twice as deep"]
     # The optimizer also keeps the number of updates of each parameter, which the tolerance allows for.
     assert 0 <= deep.at_work - shallow.at_work - LAYERS * 128 * EXPERTS["hidden_size"] * 2 < LAYERS * 64
 
 
-def test_of_fewer_experts_than_ranks_all_have_a_part(plans: dict[str, RankMemory]) -> None:
+def test_with_fewer_experts_than_ranks_each_rank_has_a_part_of_every_expert(plans: dict[str, RankMemory]) -> None:
     many = plans["experts, recomputed"]
     assert 1 / 32 <= many.weights / (4 * many.parameters) < 1 / 24
 

@@ -1,3 +1,5 @@
+"""Loading of models: full tensors, experts in several files, damaged folders and unsupported output layers."""
+
 from __future__ import annotations
 
 import re
@@ -51,7 +53,7 @@ def test_full_tensors_have_hugging_face_names_without_the_tied_copy(tied_model: 
 
 @pytest.mark.parametrize("load", [load_plain, load_sharded])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-def test_what_biases_the_choice_of_experts_is_read(tmp_path: Path, kind: str, load: Callable[..., Any]) -> None:
+def test_the_bias_for_the_choice_of_experts_is_read(tmp_path: Path, kind: str, load: Callable[..., Any]) -> None:
     model: Any = tiny(kind)
     model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
     model.save_pretrained(tmp_path)
@@ -81,7 +83,7 @@ def test_experts_that_lie_apart_in_several_files_are_read_tensor_by_tensor(tmp_p
         (r"experts\.\d+\.up_proj", r"layers\.1\.mlp\.experts\.gate_up_proj in parts that do not fit together: "),
     ],
 )
-def test_an_expert_that_is_missing_is_told_of(tmp_path: Path, lost: str, said: str) -> None:
+def test_a_missing_expert_is_refused_and_named(tmp_path: Path, lost: str, said: str) -> None:
     tiny("qwen3_moe").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     kept = {name: one for name, one in load_file(file).items() if not re.search(rf"layers\.1\..*{lost}", name)}
@@ -93,7 +95,7 @@ def test_an_expert_that_is_missing_is_told_of(tmp_path: Path, lost: str, said: s
 FLOAT32 = ModelConfig(path="", dtype="float32")
 
 
-def test_what_a_model_holds_still_itself_is_of_a_version_all_the_same(untied_model: Path) -> None:
+def test_parameters_that_a_model_freezes_itself_are_published(untied_model: Path) -> None:
     model = sharded(untied_model)
     still, _ = next(model.named_parameters())
     model.get_parameter(still).requires_grad_(False)
@@ -105,6 +107,7 @@ def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
         load_model(ModelConfig(path=str(tmp_path)))
 
 
+# Name of a file, and its damaged content.
 DAMAGED = {
     "cut off": ("model.safetensors", b"\xff\0\0\0\0\0\0\0{"),
     "another archive": ("pytorch_model.bin", b"PK\3\4"),
@@ -137,10 +140,8 @@ def test_a_damaged_description_of_a_model_is_a_config_error(config: str, tmp_pat
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_weights_that_mean_nothing_without_their_scales_are_refused(
-    tied_model: Path, tmp_path: Path, told: bool
-) -> None:
-    """Quantized weights are refused, also if the model's configuration does not mention them."""
+def test_quantized_weights_are_refused(tied_model: Path, tmp_path: Path, told: bool) -> None:
+    """Check a folder whose config.json mentions the quantization (`told`), and a folder whose config.json does not."""
     folder, name = shutil.copytree(tied_model, tmp_path / "model"), "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -156,6 +157,7 @@ def test_weights_that_mean_nothing_without_their_scales_are_refused(
 
 def test_a_model_with_an_output_layer_of_another_kind_is_refused(untied_model: Path) -> None:
     class Scaled(nn.Linear):
+        # A subclass may compute anything, so only a plain linear layer is taken.
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
 

@@ -17,6 +17,7 @@ SHAPES = ((40, 30), (7,))
 
 
 def weights() -> nn.ParameterList:
+    """Return two parameters, a matrix and a vector, with the same random numbers in each call."""
     torch.manual_seed(3)
     return nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
 
@@ -34,6 +35,7 @@ def updated(updates: int, **changes: Any) -> tuple[nn.ParameterList, torch.optim
 
 
 def moments(made: torch.optim.AdamW) -> list[Tensor]:
+    """Return both moments of each parameter."""
     return [state[name] for state in made.state.values() for name in MOMENTS]
 
 

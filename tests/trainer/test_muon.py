@@ -26,7 +26,7 @@ def polynomial(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (1, 7)])
-def test_the_iteration_moves_singular_values_alone_and_most_of_them_near_one(shape: tuple[int, int]) -> None:
+def test_the_iteration_changes_only_singular_values_and_moves_most_of_them_near_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     found = orthogonal(matrix)
     torch.testing.assert_close(found.double(), polynomial(matrix), rtol=1e-3, atol=1e-4)
@@ -36,7 +36,7 @@ def test_the_iteration_moves_singular_values_alone_and_most_of_them_near_one(sha
     assert values.median() > 0.6
 
 
-def test_hidden_matrices_move_by_the_formula_and_all_else_as_with_adamw(model: Path) -> None:
+def test_hidden_matrices_follow_the_formula_and_other_parameters_adamw(model: Path) -> None:
     train = {"learning_rate": RATE, "weight_decay": 0.1, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
     muon, adamw = (Trainer(make_config(model, train=train | {"optimizer": name})) for name in ("muon", "adamw"))
     before = weights_of(muon)
@@ -59,6 +59,7 @@ class Language(nn.Module):
     """Stand-in for a language model with the parts that an optimizer needs."""
 
     def __init__(self) -> None:
+        """Make two hidden matrices, and an embedding that is also the output layer."""
         super().__init__()
         self.wide, self.tall, self.ends = nn.Linear(8, 5, bias=False), nn.Linear(3, 9, bias=False), nn.Embedding(4, 3)
 
@@ -69,7 +70,7 @@ class Language(nn.Module):
         return self.ends
 
 
-def test_experts_of_a_mixture_move_by_adamw_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_of_a_mixture_are_updated_by_adamw_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     mixture = Language()
     mixture.experts = nn.Parameter(torch.zeros(4, 6, 5))
     matrices, others = make_optimizer(mixture, TrainConfig(optimizer="muon")).param_groups
@@ -78,7 +79,7 @@ def test_experts_of_a_mixture_move_by_adamw_and_a_line_says_so(caplog: pytest.Lo
     assert "experts, 120 weights in tensors of three dimensions, are updated by AdamW" in caplog.text
 
 
-def test_several_updates_are_those_of_torchs_muon_up_to_its_rounding() -> None:
+def test_several_updates_equal_torchs_muon_up_to_its_rounding() -> None:
     torch.manual_seed(0)
     ours, theirs = Language(), Language()
     theirs.load_state_dict(ours.state_dict())

@@ -16,21 +16,29 @@ from tests.trainer.trainer_cases import make_config
 
 
 class Raises(Objective, frozen=True):
+    """Objective with a bug that raises."""
+
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         raise RuntimeError("size mismatch")
 
 
 class OneNumber(Objective, frozen=True):
+    """Objective that returns its mean loss in place of a loss per token."""
+
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         return ObjectiveOutput(tokens.logp_T.mean(), {})
 
 
 class Constant(Objective, frozen=True):
+    """Objective whose loss does not depend on the policy."""
+
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         return ObjectiveOutput(tokens.advantage_T, {})
 
 
 class BadGradient(Objective, frozen=True):
+    """Objective with a finite loss and an infinite gradient: the square root at 0."""
+
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         return ObjectiveOutput((tokens.logp_T - tokens.logp_T.detach()).sqrt(), {})
 
@@ -50,6 +58,7 @@ class MaskedNan(Objective, frozen=True):
 
 
 def tried(name: str, async_ratio: float = 0.0, **algorithm: Any) -> None:
+    """Try an objective in a run with these options. Raises the ConfigError of `try_objective`."""
     algorithm |= {"objective": name}
     try_objective(make_config(Path("model"), algorithm=algorithm, train={"async_ratio": async_ratio}))
 
@@ -64,7 +73,7 @@ def test_masked_slots_may_hold_anything() -> None:
     tried(f"{__name__}:MaskedNan")
 
 
-def test_one_that_ignores_the_policy_that_sampled_is_refused_where_samples_may_be_old() -> None:
+def test_an_objective_that_ignores_the_behaviour_policy_is_refused_for_old_samples() -> None:
     tried(f"{__name__}:Blind")
     tried(f"{__name__}:Blind", 1.0, corrections=[{"kind": "token_tis"}])
     with pytest.raises(ConfigError, match=r"Blind gives the same loss and gradient whatever tokens\.behaviour_T is"):
@@ -80,6 +89,6 @@ def test_one_that_ignores_the_policy_that_sampled_is_refused_where_samples_may_b
         (BadGradient, "gives a gradient of inf on ordinary tokens"),
     ],
 )
-def test_one_that_cannot_work_is_refused_with_its_name(kind: type[Objective], said: str) -> None:
+def test_a_faulty_objective_is_refused_by_name(kind: type[Objective], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tried(f"{__name__}:{kind.__name__}")

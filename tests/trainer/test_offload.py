@@ -32,6 +32,7 @@ from tests.trainer.trainer_cases import (
 )
 
 STEP = 3
+"""Version that the first step of a test trains."""
 HOST: dict[str, Any] = {"offload": ["weights"]}
 CASES: dict[str, dict[str, Any]] = {
     "clipped, run again": {"train": {"max_grad_norm": 0.1, "activation_checkpointing": True}},
@@ -53,16 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the tables of each case in turn."""
     return CASES[request.param]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """Return the folder of a model of this test alone, whose checkpoints lie beside it."""
     return write_model(tmp_path / "model", tied=True)
 
 
 def trainer_of(model: Path, case: dict[str, Any], **how: Any) -> Trainer:
-    """Return a trainer at the version that the batch needs."""
+    """Return a new trainer of a case, at version `STEP`. `how` are options of `[train]`."""
     train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40} | case.get("train", {}) | how
     trainer = Trainer(make_config(model, **case | {"train": train}))
     for critic in trainer.critics:
@@ -91,7 +94,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [*weights, *kept, *(trainer.average or {}).values()]
 
 
-def test_steps_are_those_of_weights_on_the_device(model: Path, case: dict[str, Any]) -> None:
+def test_steps_equal_those_with_weights_on_the_device(model: Path, case: dict[str, Any]) -> None:
     plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
     for step in (STEP, STEP + 1):
         expected, found = (one.train_step(aged_shard(step, step)) for one in (plain, host))
@@ -100,7 +103,7 @@ def test_steps_are_those_of_weights_on_the_device(model: Path, case: dict[str, A
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
 
 
-def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(model: Path) -> None:
+def test_weights_are_copied_to_the_device_only_while_their_layer_runs(model: Path) -> None:
     case = CASES["critic, reference and average"]
     plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
     assert not any(part.offload_to_cpu for one in models_of(plain) for part in parts_of(one))
@@ -112,6 +115,7 @@ def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(
     first, second = (host.model.get_submodule(f"model.layers.{layer}") for layer in (0, 1))
 
     def look(*_: Any) -> None:
+        # Before each layer runs, note the bytes of the gathered weights of the first layer.
         gathered.append(sum(one.untyped_storage().size() for one in parts_of(first)[0].all_gather_outputs))
 
     first.mlp.register_forward_pre_hook(look)
@@ -122,7 +126,7 @@ def test_of_every_model_each_weight_is_copied_when_its_layer_runs_and_only_then(
     assert not any(gathered[1::2])
 
 
-def test_a_gpu_reads_pinned_memory_and_the_host_adds_up_norms() -> None:
+def test_a_gpu_reads_pinned_memory_and_gloo_reduces_norms_on_the_host() -> None:
     mesh = trainer_mesh("cpu", offloads=True)
     assert (mesh.weight_device, trainer_mesh("cpu").weight_device) == ("cpu", "cpu")
     on_gpu = type(mesh)(torch.device("cuda"), mesh.parallel, mesh.fsdp, mesh.data, offloads=True)
@@ -137,7 +141,7 @@ def test_a_gpu_reads_pinned_memory_and_the_host_adds_up_norms() -> None:
 
 
 @pytest.mark.parametrize("resumed", [{}, HOST], ids=["with weights on the device", "on the host"])
-def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, resumed: dict[str, Any]) -> None:
+def test_a_run_resumes_from_a_checkpoint_of_weights_on_the_host(model: Path, resumed: dict[str, Any]) -> None:
     case = CASES["critic, reference and average"]
     host, other = trainer_of(model, case, **HOST), trainer_of(model, case, **resumed)
     host.train_step(aged_shard(STEP, STEP))
@@ -161,7 +165,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_weights_on_the_host(model: Path, res
     ],
     ids=["two", "two, adapters", "one, muon"],
 )
-def test_a_card_has_the_layers_at_work_alone(tmp_path: Path, ranks: int, layers: int, tables: dict[str, Any]) -> None:
+def test_a_device_holds_only_the_layers_that_run(
+    tmp_path: Path, ranks: int, layers: int, tables: dict[str, Any]
+) -> None:
     wide = write_model(tmp_path / "wide", tied=True, num_hidden_layers=layers, hidden_size=64, intermediate_size=256)
     train = {"max_tokens_per_microbatch": 128} | tables.get("train", {})
     seen: list[dict[str, Any]] = []

@@ -1,3 +1,8 @@
+"""Log-probs and entropies of the output layer, computed in chunks, against whole logits in float64.
+
+Shape legend: T = positions, V = vocabulary, D = width of a hidden state.
+"""
+
 from __future__ import annotations
 
 from itertools import product
@@ -14,6 +19,7 @@ from flash.trainer.kept import KeptTokens
 from flash.trainer.model.logprobs import UNCHANGED, KeptSets, LogprobRequest, OutputLayer, selected_logprobs
 
 VOCABULARY, WIDTH = 23, 6
+"""Sizes V and D of the output layer."""
 ROW = VOCABULARY * 8
 """Bytes of one row of logits in float64."""
 
@@ -23,6 +29,7 @@ def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float6
     generator = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:
+        # The numbers are drawn in float64, so that they are the same in all dtypes, up to rounding.
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     return {
@@ -79,7 +86,10 @@ def as_drawn(kept: KeptSets | None, logits_TV: Tensor) -> Tensor:
 
 
 def whole_logits(factors: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return float64 leaves, and the log-probs and entropies that follow from them through the full logits."""
+    """Return float64 leaves, and the log-probs and entropies that follow from them through the full logits.
+
+    `factors` are arguments of `selected_logprobs`. The leaves are hidden states, weight and bias by their names.
+    """
     leaves = {
         name: value.detach().double().requires_grad_()
         for name, value in factors.items()
@@ -110,11 +120,13 @@ def plain_gradients(factors: dict[str, Any], grads: tuple[Tensor, Tensor]) -> di
 
 
 def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
+    """Return random gradients of a loss by the log-probs and by the entropies, [T] each."""
     generator = torch.Generator().manual_seed(4)
     first, second = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
     return first, second
 
 
+# Changes that a model makes to logits: none, a scale, and a scale with a cap.
 CHANGES = (UNCHANGED, LogitChange(scale=0.4), LogitChange(scale=1.5, cap=2.0))
 CHUNKED = [
     # Every number of tokens is cut into every size of chunks. Every change of logits occurs with and without kept sets.
@@ -150,6 +162,7 @@ def test_gradients_are_the_finite_differences(hot: float, bias: bool, kept: bool
     sets = some_kept(given["target_T"]) if kept else None
 
     def numbers(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
+        # Return log-probs and entropies as a function of the three factors alone, as `gradcheck` needs it.
         return selected_logprobs(
             hidden_TD,
             weight_VD,
@@ -185,7 +198,7 @@ def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float, kept
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [False, True])
-def test_what_could_not_be_drawn_is_nothing_in_half_precision_too(dtype: torch.dtype, wide: bool) -> None:
+def test_tokens_outside_of_kept_sets_have_no_share_in_half_precision(dtype: torch.dtype, wide: bool) -> None:
     given = factors(40, dtype=dtype, hot=0.02)
     given["kept"] = some_kept(given["target_T"])
     logp_T, entropy_T = selected_logprobs(**given, entropy_gradient=True, wide=wide)
@@ -237,7 +250,7 @@ def test_the_weight_gradient_of_bfloat16_factors_does_not_lose_small_parts_of_lo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_wide_logits_are_rounded_nowhere(dtype: torch.dtype, bias: bool) -> None:
+def test_wide_logits_are_not_rounded_to_half_precision(dtype: torch.dtype, bias: bool) -> None:
     given = factors(40, dtype=dtype, bias=bias, hot=0.7)
     expected_T, expected_entropy_T = plain(given)
     found_T, entropy_T = selected_logprobs(**given, entropy_gradient=False, wide=True)
@@ -262,7 +275,7 @@ def test_the_layer_has_the_parameters_of_the_one_it_replaces(bias: bool) -> None
     assert all(value is expected[name] for name, value in layer.named_parameters())
 
 
-def test_a_selection_is_over_with_its_block_also_after_an_error() -> None:
+def test_a_request_ends_with_its_block_also_after_an_error() -> None:
     layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY), wide=False)
     hidden = torch.randn(1, 3, WIDTH)
     selection = LogprobRequest(torch.tensor([1, 2, 3]), torch.ones(3), entropy_gradient=False)

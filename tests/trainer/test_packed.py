@@ -47,12 +47,14 @@ def drawn_tree(rng: np.random.Generator) -> list[Tensor]:
 
 
 def unshared(packed: SequenceRow) -> SequenceRow:
+    """Return the row with each token computed in its own place, even if sequences begin with the same tokens."""
     everything = np.arange(len(packed.input_P))
     return packed._replace(computed=Computed(everything, everything))
 
 
 @pytest.fixture(scope="module", params=["all", "window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model: in turn one whose layers see all tokens, and one with a window in one layer."""
     window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     options = window if request.param == "window" else {}
     return write_model(tmp_path_factory.mktemp("packed") / "model", tied=False, **options)
@@ -83,6 +85,7 @@ def attend_one_by_one(*given: Any) -> Any:
 
 
 def gradients_one_by_one(*given: Any) -> Any:
+    """Compute the gradients of query, key and value for one sequence after the other, as `attend_one_by_one`."""
     *tensors, how, among = given
     totals = [torch.zeros_like(one) for one in tensors[1:4]]
     for places, seen in _each(how, among):
@@ -95,6 +98,7 @@ def gradients_one_by_one(*given: Any) -> Any:
 def _each(
     how: AttentionOptions, among: kernels.RaggedSequences
 ) -> Iterator[tuple[tuple[slice, slice, slice], AttentionOptions]]:
+    """Yield for each sequence the slices of its queries, keys and values, and the options with a mask for a window."""
     for (begin, end), (first, last) in zip(*(pairwise(one.tolist()) for one in among.begins), strict=True):
         assert end - begin <= among.most[0]
         assert last - first <= among.most[1]
@@ -106,10 +110,12 @@ def _each(
 
 
 def _batches(places: Sequence[slice], *states: Tensor) -> list[Tensor]:
+    """Return the rows `places` of each tensor, [U, H, …], as a batch of one sequence, [1, H, rows, …]."""
     return [one[rows].transpose(0, 1)[None] for one, rows in zip(states, places, strict=True)]
 
 
 def _tokens(batch: Tensor) -> Tensor:
+    """Return [rows, H, …] from a batch of one sequence."""
     return batch[0].transpose(0, 1)
 
 
@@ -151,7 +157,7 @@ def test_every_model_of_a_step_computes_a_prompt_once(folder: Path, make: Any) -
         torch.testing.assert_close(seen, alone, rtol=0, atol=2e-5)
 
 
-def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> None:
+def test_a_watch_sees_whole_sequences_also_if_beginnings_are_shared(folder: Path) -> None:
     batch = packed_batch(drawn_tree(np.random.default_rng(3)))
     model = sharded(folder)
     looks: list[list[Tensor]] = []
@@ -170,7 +176,7 @@ def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
 @settings(deadline=None)
-def test_slots_take_rows_and_give_back_to_them(rows: list[int], data: st.DataObject) -> None:
+def test_slots_gather_rows_and_add_back_to_them(rows: list[int], data: st.DataObject) -> None:
     size = len(rows) + data.draw(st.integers(0, 4))
     slots = data.draw(st.permutations(range(size)))[: len(rows)]
     places: RowIndex = row_index(size, np.array(slots), np.array(rows), torch.device("cpu"))

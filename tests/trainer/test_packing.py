@@ -1,3 +1,9 @@
+"""Packing of samples into micro-batches: budgets, shared beginnings, masks, kept sets and damaged samples.
+
+The *kept set* of a token has the tokens that settings such as top_k, or a grammar, left in the distribution from which
+it was drawn.
+"""
+
 from __future__ import annotations
 
 import math
@@ -35,6 +41,7 @@ from tests.trainer.trainer_cases import (
 
 
 def trained_tokens(micro_batches: list[MicroBatch]) -> list[tuple[int, float, int, int]]:
+    """Return token id, behaviour log-prob, sample and turn of each trained token, sorted."""
     return sorted(
         (int(target), float(logp), int(index), int(turn))
         for micro in micro_batches
@@ -124,7 +131,7 @@ def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
     assert sum(part.place_SQ.numel() for part in parts) <= 2 * len(micro.input_P)
 
 
-def test_a_tree_is_cut_where_least_is_computed_twice() -> None:
+def test_a_tree_is_cut_where_the_fewest_tokens_are_computed_twice() -> None:
     """Two groups of three sequences with 10 tokens each. All share 2 tokens, and each group shares its first 6."""
     rng = np.random.default_rng(0)
     everybody, groups = rng.integers(0, 9, 2), rng.integers(0, 9, (2, 4))
@@ -198,7 +205,7 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=13, max_size=13))
-def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: list[bool]) -> None:
+def test_a_part_of_a_micro_batch_equals_packing_its_samples_alone(keep: list[bool]) -> None:
     shard = partly_kept(sampled_at(random_shard(), 0.7, 1.0, 1.4))
     (micro,) = pack(shard.samples, min_version=0, max_tokens=10_000)
     part = select_sequences(micro, np.array(keep)[micro.index_S])
@@ -212,7 +219,8 @@ def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: l
     assert [ids.tolist() for ids in found] == [part.input_P.tolist(), micro.input_P.tolist()]
 
 
-def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_kept_set() -> None:
+def test_kept_tokens_have_the_biases_and_penalties_of_the_settings() -> None:
+    """A penalty applies to tokens that the context before the drawn token contains. The last bias of a token counts."""
     how = Sampling(top_k=4, logit_bias=((3, 1.0), (7, 9.0), (7, -2.0)), repetition_penalty=1.5)
     shard = branched_shard()
     drawn = [drawn_from_some(sample.trajectory, how) for sample in shard.samples]
@@ -231,7 +239,8 @@ def test_what_a_token_was_drawn_from_is_what_the_run_did_to_the_logits_of_its_ke
         assert found.count_T.sum() == len(expected)
 
 
-def test_law_4_what_a_token_was_drawn_from_under_a_grammar_comes_through_packing() -> None:
+def test_law_4_kept_sets_of_a_grammar_are_unchanged_by_packing() -> None:
+    """Small sets are lists of tokens, with the drawn token first, and large sets are masks."""
     shard = branched_shard()
     drawn = [drawn_under_grammar(sample.trajectory) for sample in shard.samples]
     for branch in (branch for one in drawn for branch in split_branches(one)):
@@ -251,7 +260,7 @@ def test_law_4_what_a_token_was_drawn_from_under_a_grammar_comes_through_packing
     assert packed_masks == {mask for one in drawn if one.kept is not None for mask in one.kept.masks}
 
 
-def test_a_sample_whose_grammar_is_not_known_is_refused_by_name() -> None:
+def test_a_sample_with_too_few_kept_sets_of_a_grammar_is_refused_by_name() -> None:
     one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
     shard = make_shard([msgspec.structs.replace(one, kept=Kept.of([], [0, 0]))])
     with pytest.raises(ContractError, match=r"sample 0 was sampled with a grammar, .* 7 sampled tokens, but kept sets"):
@@ -261,14 +270,14 @@ def test_a_sample_whose_grammar_is_not_known_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("kept", "why"), [(None, "there are no kept sets"), (Kept.of([], [0, 0]), "7 sampled tokens, but kept sets for 2")]
 )
-def test_a_sample_that_does_not_say_what_it_was_drawn_from_is_refused_by_name(kept: Kept | None, why: str) -> None:
+def test_a_sample_of_top_k_without_its_kept_sets_is_refused_by_name(kept: Kept | None, why: str) -> None:
     one = make_trajectory(0, 0, [VersionRun(0, 7)], np.random.default_rng(0), reward=0.0)
     shard = make_shard([msgspec.structs.replace(drawn_from_some(one, Sampling(top_k=4)), kept=kept)])
     with pytest.raises(ContractError, match=f"sample 0 was sampled with top_k = 4, .* are not known: {why}"):
         pack(shard.samples, min_version=0, max_tokens=64)
 
 
-def test_what_was_sampled_greedily_cannot_be_trained() -> None:
+def test_a_greedy_sample_is_refused() -> None:
     shard = sampled_at(random_shard(), 0.0)
     with pytest.raises(ContractError, match=r"sample \d was sampled greedily"):
         pack(shard.samples, min_version=0, max_tokens=10_000)

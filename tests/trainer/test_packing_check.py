@@ -31,7 +31,7 @@ from tests.trainer.trainer_cases import (
 
 
 def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) -> bool:
-    """Return True if sequences can share a row of the model."""
+    """Return True if sequences can share a row of the model, by `check_packing` with these options of `[model]`."""
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, dtype=dtype, max_length=max_length))
     check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
@@ -85,7 +85,7 @@ def test_what_else_mixes_tokens_is_found_and_named(
     )
 
 
-def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_show_it(
+def test_recurrent_layers_are_found_by_name_if_weights_are_too_small_to_show_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny("lfm2_moe", layer_types=["full_attention", "conv"])
@@ -97,7 +97,7 @@ def test_a_state_that_runs_on_is_known_by_name_where_weights_are_too_small_to_sh
 
 
 class Slanted(torch.autograd.Function):
-    """Identity with a wrong gradient, which depends on the length of the row."""
+    """Identity with a wrong gradient: it is multiplied by the length of the row, so packing changes it."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -109,12 +109,14 @@ class Slanted(torch.autograd.Function):
 
 
 class SlantedLinear(torch.nn.Linear):
+    """Linear layer with the wrong gradient of `Slanted`."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return Slanted.apply(super().forward(input))  # pyright: ignore[reportReturnType]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_gradient_that_is_another_one_of_packed_rows_is_found_and_named(
+def test_a_gradient_that_differs_for_packed_rows_is_found_and_named(
     dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = tiny("qwen3")
@@ -131,18 +133,18 @@ def test_the_check_leaves_no_gradient(untied_model: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_model_that_does_not_compute_in_half_precision_is_told_so(dtype: str) -> None:
+def test_a_model_that_fails_in_half_precision_is_refused_with_advice(dtype: str) -> None:
     with pytest.raises(ConfigError, match=rf'model\.dtype: MiniMax\w+ mixes {dtype} .*Set model\.dtype = "float32"'):
         check(tiny("minimax"), dtype)
 
 
-def test_what_leaks_stands_out_of_the_rounding_of_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leak_is_larger_than_the_rounding_of_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
     assert not check(tiny("lfm2_moe", layer_types=["conv", "full_attention"]), "bfloat16")
     assert "Lfm2MoeShortConv" in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "window"), [("llama4_text", "attention_chunk_size"), ("phimoe", "sliding_window")])
-def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: str) -> None:
+def test_a_window_longer_than_any_sequence_does_not_matter(kind: str, window: str) -> None:
     assert check(tiny(kind, **{window: 64}), max_length=64)
 
 
@@ -156,7 +158,7 @@ def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: s
         ("falcon_mamba", "does not use transformers' attention interface"),
     ],
 )
-def test_a_model_that_cannot_be_packed_is_given_one_sequence_at_a_time(
+def test_a_model_that_cannot_be_packed_gets_one_sequence_at_a_time(
     kind: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not check(tiny(kind))
@@ -164,6 +166,8 @@ def test_a_model_that_cannot_be_packed_is_given_one_sequence_at_a_time(
 
 
 class OtherLogits(PhiForCausalLM):
+    """Model that cuts its logits after the output layer, in a way that the trainer does not know."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         output = super().forward(*args, **kwargs)
         output.logits = output.logits.clamp(max=30.0)
@@ -171,6 +175,8 @@ class OtherLogits(PhiForCausalLM):
 
 
 class SeesAhead(PhiForCausalLM):
+    """Model that reads its tokens backwards, so that log-probs depend on later tokens."""
+
     def forward(self, input_ids: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(input_ids.flip(-1), **kwargs)
 
@@ -179,14 +185,14 @@ class SeesAhead(PhiForCausalLM):
     ("made_of", "message"),
     [(OtherLogits, "OtherLogits caps, scales or otherwise changes"), (SeesAhead, "SeesAhead .* depends on later ones")],
 )
-def test_a_model_whose_log_probs_are_no_policys_is_one_typed_error(made_of: Any, message: str) -> None:
+def test_a_model_whose_log_probs_are_not_those_of_a_policy_is_refused(made_of: Any, message: str) -> None:
     model = tiny("phi")
     model.__class__ = made_of
     with pytest.raises(ConfigError, match=rf"model\.path: .*{message}"):
         check(model)
 
 
-def test_a_trainer_gives_each_sequence_alone_where_one_of_its_models_needs_that(tmp_path: Path) -> None:
+def test_micro_batches_have_one_sequence_if_one_of_the_models_needs_that(tmp_path: Path) -> None:
     folder = tmp_path / "lfm2"
     tiny("lfm2", layer_types=["conv", "full_attention"], intermediate_size=48).save_pretrained(folder)
     shard = random_shard()
@@ -203,7 +209,7 @@ def test_a_trainer_gives_each_sequence_alone_where_one_of_its_models_needs_that(
     assert judged.train_step(shard)["shared_token_share"] == 0.0
 
 
-def test_the_check_leaves_the_model_and_the_random_numbers_as_they_were(untied_model: Path) -> None:
+def test_the_check_changes_neither_the_model_nor_the_random_state(untied_model: Path) -> None:
     state = torch.get_rng_state()
     trainer = Trainer(make_config(untied_model))
     model = AutoModelForCausalLM.from_pretrained(untied_model)

@@ -34,6 +34,7 @@ from tests.trainer.trainer_cases import Trainer, kept, relative_error, run_ranks
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 Seen = dict[str, Any]
+"""Results of a step on one rank, by name (`parallel_ranks.trained`)."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def alone(folder: Path) -> Callable[[str, bool], Seen]:
 
     @cache
     def of(kind: str, others: bool) -> Seen:
+        # Train one step; the cache keeps its results for other tests.
         trainer, seen = trained(folder, kind, UNDIVIDED._replace(others=others))
         if others and kind in SAVED.values():
             checkpoint.save(folder / f"{ALONE} {kind}", trainer, kept(b"hub"), keep=1)
@@ -73,6 +75,7 @@ def on_ranks(folder: Path, alone: Callable[[str, bool], Seen]) -> Callable[[str,
 
     @cache
     def of_all(ranks: int) -> list[dict[tuple[str, str], Seen]]:
+        # Run all layouts of this many ranks once. The ranks load checkpoints that one process has saved.
         for kind in SAVED.values():
             alone(kind, True)
         run_ranks(parallel_ranks.main, ranks, folder, ranks)
@@ -130,7 +133,7 @@ def plans(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_says_what_ranks_hold_to_the_byte(
+def test_a_plan_equals_the_bytes_that_ranks_hold(
     name: str, plans: dict[str, tuple[int, int]], on_ranks: Callable[[str, str], list[Seen]]
 ) -> None:
     """If weights cannot be divided evenly, the plan is that of the first rank, which has the largest part."""
@@ -139,6 +142,7 @@ def test_a_plan_says_what_ranks_hold_to_the_byte(
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Fail with the names of the tensors that differ in any bit."""
     assert found.keys() == expected.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
@@ -178,7 +182,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(
+def test_a_model_that_cannot_be_divided_is_refused_by_name(
     kind: str, sizes: dict[str, Any], parallel: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -44,10 +44,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LAYER = 2 * 32 * 8 * (4 + 2) + 3 * 32 * 48
 """Number of weights in the matrices of one layer of `dense`: queries, keys, values, output, and three of the MLP."""
 HEAD = 40 * 32
+"""Number of weights of the output layer of `dense`."""
 
 
 def dense(**options: Any) -> PreTrainedModel:
-    """Return a Qwen3 without memory: two layers, four heads, two heads of keys and values, each 8 wide."""
+    """Return a Qwen3 without memory: two layers, four heads, two heads of keys and values, each 8 wide.
+
+    `options` replace values of its configuration.
+    """
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
     with torch.device("meta"):
@@ -89,7 +93,7 @@ def test_frozen_weights_below_adapters_cost_four(tied_model: Path) -> None:
     assert found.flops([row(tokens, actions)]) == plain.flops([row(tokens, actions)]) + 6 * adapters * tokens - less
 
 
-def test_of_a_mixture_the_experts_count_that_a_token_is_sent_to() -> None:
+def test_in_a_mixture_only_the_experts_of_a_token_count() -> None:
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     sizes |= {"num_experts": 8, "num_experts_per_tok": 2}
@@ -224,7 +228,7 @@ def test_an_early_end_leaves_the_steps_until_then(tmp_path: Path) -> None:
     assert "step 5" in {event["name"] for event in events_of(tmp_path / "profile" / "rank-0.json.gz")}
 
 
-def test_a_trace_that_cannot_be_written_is_only_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_only_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("a file in the place of the folder")
     profiler = StepProfiler(range(1), tmp_path, 0, cuda=False)
     profiler.begin_step(0)

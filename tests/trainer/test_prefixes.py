@@ -16,6 +16,7 @@ FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 def common(one: list[int], other: list[int]) -> int:
+    """Return the number of leading tokens that two sequences share."""
     return next(
         (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
         min(len(one), len(other)),
@@ -24,7 +25,8 @@ def common(one: list[int], other: list[int]) -> int:
 
 @given(st.lists(FEW, min_size=1, max_size=12))
 @settings(deadline=None)
-def test_the_tokens_up_to_any_place_are_those_up_to_the_place_at_which_it_is_computed(drawn: list[list[int]]) -> None:
+def test_each_token_is_computed_in_a_place_with_the_same_tokens_before_it(drawn: list[list[int]]) -> None:
+    """Check also that a shared beginning is computed once, if it is long enough to count."""
     sequences = [np.array(ids) for ids in drawn]
     packed = in_one_row(sequences)
     place_U, row_P = packed.computed
@@ -39,6 +41,7 @@ def test_the_tokens_up_to_any_place_are_those_up_to_the_place_at_which_it_is_com
 
 def test_a_prompt_is_computed_once_for_its_group_and_a_system_prompt_once_for_all() -> None:
     def ids(*parts: int) -> Int64Array:
+        # Return ten consecutive token ids from each start.
         return np.concatenate([np.arange(start, start + 10) for start in parts])
 
     groups = [[ids(0, 100 * group, 1000 * group + 50 * member) for member in (1, 2, 3)] for group in (1, 2)]
@@ -46,7 +49,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_a_system_prompt_once_for_al
     assert len(place_U) == 10 + 2 * 10 + 6 * 10
 
 
-def test_what_is_shared_by_chance_is_left_alone() -> None:
+def test_short_common_beginnings_are_not_shared() -> None:
     sequences = [np.array([0, *range(number, number + 20)]) for number in (60, 1, 30)]
     place_U, row_P = shared_prefixes(sequences)
     assert place_U.tolist() == row_P.tolist() == list(range(63))

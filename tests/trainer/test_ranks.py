@@ -34,6 +34,7 @@ TIED = ("uneven, token_mean", "adapters", "on the host", "decoupled critics")
 """Cases that are also run with a tied output layer, whose gradient has two parts: those whose weights are trained,
 kept or read in another way."""
 Alone = Callable[[Path, str], tuple[Trainer, dict[str, float]]]
+"""Function from a model's folder and a case to a trainer of one rank after the case's step, and the metrics."""
 UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 
 
@@ -45,6 +46,7 @@ def run_of(
 
     @cache
     def found(kind: str) -> dict[str, Any]:
+        # Run both ranks, and return the model, the folder of their checkpoint, and the results of each rank.
         model = tied_model if kind == "tied" else untied_model
         folder = tmp_path_factory.mktemp("ranks")
         experts = tiny("qwen3_moe", num_experts=1, num_local_experts=1, num_experts_per_tok=1)
@@ -70,6 +72,7 @@ def alone() -> Alone:
 
 @pytest.fixture(params=["tied", "untied"])
 def ranks(request: pytest.FixtureRequest, run_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Return the model, the folder and the results of the two ranks, for each kind of model in turn."""
     return run_of(request.param)
 
 
@@ -93,9 +96,7 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str, al
 
 @UNTIED
 @pytest.mark.parametrize("name", ["minibatches", "staleness and correction", "rhythm, all on one"])
-def test_the_first_rank_is_told_of_the_tokens_that_all_have_seen(
-    ranks: dict[str, Any], name: str, alone: Alone
-) -> None:
+def test_the_first_rank_gets_the_shown_tokens_of_all_ranks(ranks: dict[str, Any], name: str, alone: Alone) -> None:
     trainer, _ = alone(ranks["model"], name)
     first, second = (results[name]["seen"] for results in ranks["results"])
     assert second == []
@@ -149,7 +150,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(ranks: d
     assert [path.name for path in (ranks["folder"] / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def test_two_ranks_make_the_update_of_muon_that_one_makes(ranks: dict[str, Any]) -> None:
+def test_two_ranks_make_the_same_update_of_muon_as_one(ranks: dict[str, Any]) -> None:
     trainer = Trainer(case_config(ranks["model"], {"train": {"optimizer": "muon"}}))
     before = weights_of(trainer)
     trainer.train_step(random_shard())

@@ -31,6 +31,7 @@ TRAIN = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1
 
 
 def decoupled(proximal: str, **options: Any) -> dict[str, Any]:
+    """Return the table `[algorithm]` of decoupled PPO with this proximal policy."""
     return {"objective": "decoupled_ppo", "options": {"proximal": proximal} | options}
 
 
@@ -59,6 +60,7 @@ def naive_gradient(folder: Path, shard: Shard, proximal: dict[int, list[float]])
 
 
 def naive_logprobs(folder: Path, shard: Shard) -> dict[int, list[float]]:
+    """Return the log-probs of the action tokens of each sample, by the sample's index, under the model in a folder."""
     model = reference_model(folder)
     with torch.no_grad():
         return {sample.index: unpacked_logprobs(model, sample.trajectory).tolist() for sample in shard.samples}
@@ -137,7 +139,7 @@ def at_step(shard: Shard, step: int) -> Shard:
     )
 
 
-def test_the_recomputed_proximal_is_that_of_the_first_minibatch_for_all_of_them(tied_model: Path) -> None:
+def test_the_recomputed_proximal_policy_is_that_at_the_start_of_the_step(tied_model: Path) -> None:
     shard = aged_shard()
     frozen = TRAIN | {"minibatches": 2, "learning_rate": 1e-30, "betas": [0.0, 0.95]}
     moving = TRAIN | {"minibatches": 2, "betas": [0.0, 0.95]}
@@ -161,7 +163,7 @@ def test_the_reference_is_the_initial_policy_unless_another_is_named(tied_model:
     assert other.train_step(aged_shard())["kl_reference"] > 0.1
 
 
-def test_a_reference_that_is_refreshed_is_the_policy_of_then(tied_model: Path, untied_model: Path) -> None:
+def test_a_refreshed_reference_is_the_policy_at_the_time_of_the_refresh(tied_model: Path, untied_model: Path) -> None:
     refreshed = {"objective": "grpo", "kl": {"coefficient": 0.1, "refresh": 2}}
     trainer = trainer_at(3, tied_model, algorithm=refreshed, train={"async_ratio": 2.0})
     found = [trainer.train_step(aged_shard(step, step=step))["kl_reference"] for step in (3, 4, 5, 6)]
@@ -174,14 +176,14 @@ def test_a_reference_that_is_refreshed_is_the_policy_of_then(tied_model: Path, u
         trainer_at(3, tied_model, algorithm=other)
 
 
-def test_a_reference_that_is_no_model_is_named_by_its_own_key(tied_model: Path, tmp_path: Path) -> None:
+def test_a_reference_that_cannot_be_loaded_is_reported_under_its_own_key(tied_model: Path, tmp_path: Path) -> None:
     kl = {"coefficient": 0.1, "reference": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"^algorithm\.kl\.reference: cannot load"):
         Trainer(make_config(tied_model, algorithm={"kl": kl}))
 
 
 @pytest.mark.parametrize("budget", [40, 1000])
-def test_the_m2po_limit_is_that_of_the_whole_minibatch_however_it_is_cut(tied_model: Path, budget: int) -> None:
+def test_the_m2po_limit_is_computed_over_the_whole_minibatch_however_it_is_cut(tied_model: Path, budget: int) -> None:
     shard = aged_shard()
     trainer = trainer_at(
         3,
@@ -217,7 +219,7 @@ def test_the_m2po_limit_is_that_of_the_whole_minibatch_however_it_is_cut(tied_mo
     assert metrics["clip_fraction"] == pytest.approx(dropped / len(rows))
 
 
-def test_an_advantage_that_a_pass_spoilt_stops_the_run_by_the_name_of_its_sample(tied_model: Path) -> None:
+def test_an_advantage_that_is_not_finite_stops_the_run_and_its_sample_is_named(tied_model: Path) -> None:
     kl = {"estimator": "k1", "coefficient": 0.1, "place": "reward"}
     trainer = trainer_at(3, tied_model, algorithm={"objective": "grpo", "kl": kl}, train=TRAIN)
     with torch.no_grad():
@@ -227,7 +229,7 @@ def test_an_advantage_that_a_pass_spoilt_stops_the_run_by_the_name_of_its_sample
     assert trainer.version == 3
 
 
-def test_a_value_that_is_not_finite_stops_the_run_by_the_name_of_its_sample(tied_model: Path) -> None:
+def test_a_value_that_is_not_finite_stops_the_run_and_its_sample_is_named(tied_model: Path) -> None:
     trainer = trainer_at(3, tied_model, algorithm={"objective": "ppo"}, critic={}, train=TRAIN)
     with torch.no_grad():
         local(trainer.critics[0].model.head.bias).fill_(math.nan)

@@ -1,4 +1,7 @@
-"""Routing replay: the policy uses the experts that its engine chose, and its routers learn from their own scores."""
+"""Routing replay: the policy uses the experts that its engine chose, and its routers learn from their own scores.
+
+A *route* is the experts to which the router of a layer sends a token.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,13 @@ class Recorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.seen: dict[int, Tensor] = {}
+        """Chosen experts of each token in the last pass, [tokens, experts of a token], by layer."""
         self._layers = int(model.config.num_hidden_layers)
         for router in routers(model):
             router.module.register_forward_hook(lambda _, __, output, at=router.layer: self._see(at, output))
 
     def _see(self, layer: int, output: Any) -> None:
+        """Keep the chosen experts of a layer: the only integer tensor among a router's outputs."""
         self.seen[layer] = next(one for one in output if one.dtype == torch.int64)
 
     def routes(self) -> np.ndarray:
@@ -69,12 +74,13 @@ class HfEngine:
 
 
 def sharded(model: PreTrainedModel, *, recompute: bool = False) -> PreTrainedModel:
+    """Return a copy of the model, prepared as the trainer does it."""
     config = make_config(Path("unused")).model
     return shard_model(deepcopy(model), trainer_mesh("cpu"), config, recompute=recompute)
 
 
 def learned(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return log-probs, and the gradient of a loss of them."""
+    """Return the log-probs of a batch of `packed_batch`, and the gradient of a weighted sum of them, by parameter."""
     logp_T = token_logprobs(model, **batch).logp_T
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()
     grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -101,12 +107,13 @@ def experts_of(model: PreTrainedModel, sequences: list[Tensor]) -> Routes:
 
 
 def tree() -> list[Tensor]:
+    """Return four sequences, of which the last begins with the first 12 tokens of the third."""
     sequences = random_sequences(64, (9, 5, 21))
     return [*sequences, torch.cat([sequences[-1][:12], sequences[0]])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_replayed_is_what_was_recorded_and_routers_learn(kind: str) -> None:
+def test_the_recorded_experts_are_used_and_routers_learn(kind: str) -> None:
     plain = tiny(kind)
     sequences = tree()
     model = sharded(plain)
@@ -134,20 +141,22 @@ def test_what_is_replayed_is_what_was_recorded_and_routers_learn(kind: str) -> N
 
 
 class Forced(nn.Module):
-    """Router of Qwen 3 with given experts, written out."""
+    """Router of Qwen 3 that takes given experts, written without replay."""
 
     def __init__(self, router: Any, routes: np.ndarray) -> None:
+        """Share the weight of `router`. `routes` has the experts of each token, [tokens, experts of a token]."""
         super().__init__()
         self.weight, self.routes = router.weight, torch.from_numpy(routes).long()
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores of all experts, weights of the given ones, and the given ones."""
         scores = (hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T).softmax(-1)
         best = scores.gather(-1, self.routes)
         return scores, best / best.sum(-1, keepdim=True), self.routes
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_log_probs_and_gradients_are_those_of_the_experts_that_were_told(recompute: bool) -> None:
+def test_log_probs_and_gradients_equal_a_model_with_the_given_experts(recompute: bool) -> None:
     plain = tiny("qwen3_moe", norm_topk_prob=True).eval()
     sequences = tree()
     told = experts_of(noisy(plain), sequences)
@@ -187,7 +196,7 @@ def two_turns(engine: HfEngine, number: int, *, told: bool = True) -> Trajectory
     return transcript.trajectory(Task(number, number // 4, number % 4, seed=number), Outcome.OK, 0)
 
 
-def test_a_run_with_replay_trains_closer_to_what_its_engine_sampled(tmp_path: Path) -> None:
+def test_replay_reduces_the_mismatch_of_engine_and_trainer(tmp_path: Path) -> None:
     plain = tiny("qwen3_moe", num_experts=32, num_local_experts=32, num_experts_per_tok=4)
     plain.save_pretrained(tmp_path / "moe")
     engine = HfEngine(deepcopy(plain).to(torch.bfloat16))
@@ -200,7 +209,8 @@ def test_a_run_with_replay_trains_closer_to_what_its_engine_sampled(tmp_path: Pa
     assert gaps[1] < gaps[0] / 2
 
 
-def test_a_response_is_not_computed_again_for_what_was_told_before() -> None:
+def test_the_experts_of_earlier_tokens_stay_as_first_reported() -> None:
+    """The engine reports the experts of its whole context again. Tokens that have experts already keep them."""
     first = Completion([5, 6], [0.0, 0.0], [VersionRun(0, 2)], "stop", None, Routes.of(np.full((3, 1, 2), 1)))
     limits = EpisodeLimits(max_length=64, max_turns=3, max_new_tokens=8)
     transcript = Transcript(CharTokenizer(), limits)
@@ -236,7 +246,8 @@ def test_micro_batches_have_the_experts_of_their_tokens_as_far_as_they_are_known
     assert all(micro.routes is None for micro in pack(shard.samples, min_version=0, max_tokens=64))
 
 
-def test_routes_of_parts_are_the_whole_again_whatever_their_width() -> None:
+def test_routes_of_parts_join_to_the_whole_whatever_their_width() -> None:
+    """Routes with experts below 255 take 8 bits, others 16; parts without routes become −1."""
     rng = np.random.default_rng(0)
     narrow, wide = rng.integers(-1, 255, (5, 3, 2)), rng.integers(-1, 256, (4, 3, 2))
     wide[0] = 255
@@ -262,11 +273,12 @@ def test_a_model_without_known_routers_is_refused(kind: str, tmp_path: Path) -> 
         Trainer(make_config(folder, rollout={"routing_replay": True}))
 
 
-def test_experts_that_are_chosen_in_another_way_or_are_not_there_are_told() -> None:
+def test_unknown_ways_to_choose_experts_and_unknown_experts_are_refused() -> None:
     model: Any = tiny("qwen3_moe")
     kind = type(model.model.layers[0].mlp.gate)
 
     class Other(kind):
+        # Chooses experts by sorting, which replay cannot intercept.
         def forward(self, hidden_states: Tensor) -> Any:
             scores = (hidden_states @ self.weight.T).softmax(-1)
             best = scores.sort(-1, descending=True)

@@ -1,4 +1,9 @@
-"""The policy's attention as rhythm observes it, against transformers' eager attention, and its effect on a step."""
+"""The policy's attention as rhythm observes it, against transformers' eager attention, and its effect on a step.
+
+`algorithms.rhythm` explains WAAD and FAI (the signals), and local and global heads.
+
+Shape legend: H = heads, L = tokens of a sequence, N = heads of all chosen layers, T = action tokens.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +45,7 @@ from tests.trainer.trainer_cases import (
     trainer_at,
 )
 
+# Models by a name for the test: the kind in transformers, and options of its configuration.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, shared keys": ("qwen3", {"num_key_value_heads": 2}),
     "qwen3, some layers windowed": (
@@ -78,21 +84,24 @@ def eager_maps(model: PreTrainedModel, micro: MicroBatch) -> list[list[Tensor]]:
 
 
 class Recorder:
-    """Keeps the attention weights of every row, by layer and sequence."""
+    """Watch of a forward pass that keeps the attention maps of all layers, computed with `attention_rows`."""
 
     def __init__(self, micro: MicroBatch) -> None:
         self._offset_S = micro.offset_S
         self.maps: dict[int, list[Tensor]] = {}
+        """Map [H, L, L] of each sequence, by layer."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
+        """Keep the maps of one layer. The model calls this once for each layer, in order (`AttentionWatch`)."""
         self.maps[len(self.maps)] = [
             self._map(query[0, :, start:stop], key[0, :, start:stop], scaling, sliding_window)
             for start, stop in zip(self._offset_S, self._offset_S[1:], strict=False)
         ]
 
     def _map(self, query: Tensor, key: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """Return the map of one sequence, which must be short enough for a single block of rows."""
         place_L = np.arange(query.shape[1])
         (block,) = blocks(place_L, window)
         rows = torch.from_numpy(place_L)
@@ -101,11 +110,12 @@ class Recorder:
 
 
 def prepared(model: PreTrainedModel, dtype: Literal["float32", "bfloat16"] = "float32") -> PreTrainedModel:
+    """Return the model as the trainer prepares it, with forward passes in this dtype."""
     return shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_weights_are_those_of_eager_attention(kind: str) -> None:
+def test_the_weights_equal_eager_attention(kind: str) -> None:
     name, options = KINDS[kind]
     micro = micro_batch(aged_shard())
     expected = eager_maps(tiny(name, **options).double(), micro)
@@ -120,6 +130,7 @@ def test_the_weights_are_those_of_eager_attention(kind: str) -> None:
 
 
 def seen(model: PreTrainedModel, micro: MicroBatch, options: Rhythm = OPTIONS) -> tuple[RhythmPass, Any]:
+    """Return a new `RhythmPass` that has collected this micro-batch, and the `MicroSignals` of the micro-batch."""
     with torch.no_grad():
         rhythm = RhythmPass(options, model)
         watch = rhythm.watch(micro)
@@ -160,15 +171,17 @@ def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> N
 
 
 def trained(micro: MicroBatch) -> list[int]:
+    """Return the indices of the sequences that have a token to train."""
     return np.unique(micro.sequence_T[micro.mask_T]).tolist()
 
 
 def long_shard(actions: int) -> Shard:
+    """Return a shard of a single sample with this many action tokens."""
     rng = np.random.default_rng(3)
     return make_shard([make_trajectory(0, 0, [VersionRun(0, actions)], rng, reward=1.0)])
 
 
-def test_a_model_in_half_precision_is_looked_at_too() -> None:
+def test_signals_in_half_precision_are_near_those_in_float32() -> None:
     name, kind = KINDS["llama"]
     (_, exact), (_, half) = (seen(prepared(tiny(name, **kind), dtype), micro_batch(aged_shard())) for dtype in DTYPES)
     for seen_NT, exact_NT in ((half.waad_NT, exact.waad_NT), (half.influence_NT, exact.influence_NT)):
@@ -176,7 +189,7 @@ def test_a_model_in_half_precision_is_looked_at_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral, windowed"])
-def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
+def test_a_response_of_several_blocks_has_the_signals_of_the_whole_map(kind: str) -> None:
     name, options = KINDS[kind]
     sizes = options | {"max_position_embeddings": 1024}
     micro = micro_batch(long_shard(2 * ROWS_PER_BLOCK + 40))
@@ -198,6 +211,7 @@ class Largest(TorchDispatchMode):
     numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch, and look at the tensors that it returns."""
         made = func(*args, **(kwargs or {}))
         for one in made if isinstance(made, tuple | list) else (made,):
             if isinstance(one, Tensor):
@@ -219,6 +233,7 @@ def test_no_tensor_holds_more_than_a_block_of_rows_of_a_layer() -> None:
 
 
 def trainer_with(model: Path, rhythm: dict[str, Any], **tables: Any) -> Trainer:
+    """Return a new trainer at version 3, as `aged_shard` needs it, with these options of `algorithm.rhythm`."""
     algorithm = {"rhythm": rhythm} | tables.pop("algorithm", {})
     train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64, "async_ratio": 2.0}
     trainer = Trainer(make_config(model, algorithm=algorithm, train=train | tables.pop("train", {}), **tables))
@@ -238,7 +253,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(untied_model
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_heads_are_told_apart_over_the_whole_batch_whatever_its_minibatches(untied_model: Path) -> None:
+def test_heads_are_chosen_over_the_whole_batch_whatever_its_minibatches(untied_model: Path) -> None:
     """Two minibatches need a first pass that observes attention and also gives log-probs."""
     one, two = (trainer_with(untied_model, TABLE, train={"minibatches": count}) for count in (1, 2))
     expected, found = one.train_step(aged_shard()), two.train_step(aged_shard())
@@ -246,7 +261,8 @@ def test_heads_are_told_apart_over_the_whole_batch_whatever_its_minibatches(unti
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
 
 
-def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> None:
+def test_only_sequences_with_a_token_to_train_count(untied_model: Path) -> None:
+    """Check that all others neither enter the spans by which heads are chosen, nor have their advantages multiplied."""
     shard = aged_shard()
     young = replace(shard, min_version=3, total_tokens=0, total_sequences=0)
     counts = [one.trajectory.trained_tokens(3) for one in shard.samples]
@@ -271,6 +287,7 @@ def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> 
 
 @pytest.mark.parametrize("objective", ["decoupled_ppo", "reinforce_pp", "rloo", "m2po"])
 def test_the_advantages_of_both_signs_are_multiplied(untied_model: Path, objective: str) -> None:
+    """Check `top = 1`, so that all tokens with an FAI are anchors, whose advantages are multiplied by 1.5."""
     rhythm = {"credit": "global", "nearest": 1, "farthest": 50, "top": 1.0}
     facts, plain_facts = (
         advantages(trainer_at(3, untied_model, **tables), make_config(untied_model, **tables))
@@ -284,7 +301,7 @@ def test_the_advantages_of_both_signs_are_multiplied(untied_model: Path, objecti
     assert {*signs[quotient > 1.2].tolist()} == {-1.0, 1.0}
 
 
-def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untied_model: Path) -> None:
+def test_every_update_of_a_batch_uses_the_attention_at_the_start_of_the_step(untied_model: Path) -> None:
     found = []
     for passes in (1, 3):
         train = {"updates_per_batch": passes, "learning_rate": 1e-1}
@@ -302,7 +319,7 @@ def advantages(trainer: Trainer, config: Config) -> Any:
     return np.concatenate([one.advantage_T.double().numpy() for one in inputs])
 
 
-def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
+def test_the_targets_of_the_critic_are_not_multiplied(untied_model: Path) -> None:
     algorithm = {"objective": "ppo"}
     ours = trainer_with(untied_model, TABLE, algorithm=algorithm, critic={})
     plain = Trainer(make_config(untied_model, algorithm=algorithm, critic={}, train={"async_ratio": 2.0}))
@@ -314,7 +331,7 @@ def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
     )
 
 
-def test_layers_that_are_not_attention_are_passed_over() -> None:
+def test_layers_that_are_not_attention_are_left_out() -> None:
     rhythm, _ = seen(prepared(tiny("lfm2_moe", layer_types=["full_attention", "conv"])), micro_batch(aged_shard()))
     rhythm.choose_heads(trainer_mesh("cpu"))
     assert {one.layer for one in rhythm.heads()} == {0}
@@ -333,7 +350,7 @@ def test_one_head_cannot_be_of_both_kinds() -> None:
         )
 
 
-def test_attention_that_does_not_say_its_layer_is_refused() -> None:
+def test_attention_that_does_not_know_its_layer_is_refused() -> None:
     model = prepared(tiny("llama"))
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
     for module in modules:
@@ -342,7 +359,7 @@ def test_attention_that_does_not_say_its_layer_is_refused() -> None:
         seen(model, micro_batch(aged_shard()))
 
 
-def test_signals_heads_and_multipliers_are_those_of_a_step() -> None:
+def test_observed_responses_have_the_signals_heads_and_multipliers_of_a_step() -> None:
     name, kind = KINDS["qwen3, shared keys"]
     shard = aged_shard()
     whole = micro_batch(shard)
@@ -365,7 +382,7 @@ def test_signals_heads_and_multipliers_are_those_of_a_step() -> None:
         assert one.multiplier_R.tolist() == pytest.approx(gamma_T[here].tolist())
 
 
-def test_entropies_are_those_of_the_distributions_that_the_tokens_were_drawn_from() -> None:
+def test_entropies_are_of_the_distributions_at_the_temperature_of_sampling() -> None:
     micro = micro_batch(sampled_at(long_shard(20), 0.7))
     model = tiny("llama")
     (_, (found,)) = observe_responses(prepared(tiny("llama")), trainer_mesh("cpu"), [micro], OPTIONS)

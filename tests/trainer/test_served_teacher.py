@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pyt
 
 
 def free_port() -> int:
+    """Return a port of this machine that was free just now."""
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         return some.getsockname()[1]
@@ -64,12 +65,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         server.wait(60)
 
 
-def test_a_real_server_says_what_the_trainer_would(served: tuple[str, Path]) -> None:
+def test_a_real_server_gives_the_log_probs_of_the_trainer(served: tuple[str, Path]) -> None:
     url, model = served
     rng = np.random.default_rng(0)
     made = [trajectory(rng.integers(1, VOCABULARY, 40).tolist(), [(4, 20), (25, 40)]) for _ in range(8)]
 
     async def ask(work: Callable[[ServedTeacher], Awaitable[Any]]) -> Any:
+        # Run `work` with a client of the server, and close the client.
         teacher = ServedTeacher(url, 600.0)
         try:
             return await work(teacher)
@@ -77,6 +79,7 @@ def test_a_real_server_says_what_the_trainer_would(served: tuple[str, Path]) -> 
             await teacher.aclose()
 
     async def all_scored(teacher: ServedTeacher) -> list[Trajectory | Failure]:
+        # Check the server as a run does at its start, and score all trajectories in parallel.
         await teacher.check(63, VOCABULARY, HfTokenizer(ModelConfig(path=str(model))).token_texts)
         return list(await asyncio.gather(*map(teacher.score, made)))
 

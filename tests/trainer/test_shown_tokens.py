@@ -26,6 +26,7 @@ from tests.trainer.trainer_cases import (
 
 
 def floats(values: bytes) -> np.ndarray:
+    """Return the float32 numbers of a field of `TrainedSample`."""
     return np.frombuffer(values, "<f4")
 
 
@@ -43,7 +44,7 @@ def naive(model: Path, shard: Shard, index: int) -> tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(tied_model: Path, updates: int) -> None:
+def test_tokens_of_the_first_trained_samples_are_shown_with_all_their_branches(tied_model: Path, updates: int) -> None:
     trajectories = [one.trajectory for one in branched_shard().samples]
     rng = np.random.default_rng(1)
     parts = [make_trajectory(0, 1, [VersionRun(version, 4)], rng, reward=0.5) for version in (2, 1, 3)]
@@ -91,7 +92,7 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
         ([{"kind": "geometric", "low": 0.02, "high": 0.2}], TokenUse.REJECTED, "masked_correction_share"),
     ],
 )
-def test_tokens_that_were_clipped_or_rejected_say_so(
+def test_clipped_and_rejected_tokens_are_marked(
     tied_model: Path, corrections: list[dict[str, Any]], use: TokenUse, metric: str
 ) -> None:
     shard = aged_shard()
@@ -105,7 +106,7 @@ def test_tokens_that_were_clipped_or_rejected_say_so(
     assert 0 < metrics[metric] < 1
 
 
-def test_a_minibatch_without_a_trained_token_leaves_the_first_sample_as_it_was_seen(tied_model: Path) -> None:
+def test_a_minibatch_without_a_trained_token_does_not_change_shown_samples(tied_model: Path) -> None:
     rng = np.random.default_rng(2)
     parts = [
         make_trajectory(group, member, [VersionRun(version, 3)], rng, reward=member)
@@ -122,10 +123,11 @@ def test_a_minibatch_without_a_trained_token_leaves_the_first_sample_as_it_was_s
 
 
 def joined_uses(seen: Sequence[TrainedSample]) -> np.ndarray:
+    """Return the use of each token of all shown samples."""
     return np.frombuffer(b"".join(one.uses for one in seen), np.uint8)
 
 
-def test_a_run_that_shows_none_is_told_of_none(tied_model: Path) -> None:
+def test_a_run_that_shows_no_samples_gets_none(tied_model: Path) -> None:
     trainer = Trainer(make_config(tied_model, run={"log_samples": 0}, train={"async_ratio": 2.0}))
     trainer.version = 3
     trainer.train_step(aged_shard())

@@ -1,3 +1,5 @@
+"""Statistics of a step: quantiles of ratios, the mismatch of engine and trainer, and faults of other ranks."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,6 +20,7 @@ from flash.trainer.statistics import LARGEST, OLDEST, RatioHistogram, StepStatis
 
 
 def histogram(values: list[float], ages: list[int] | None = None, mask: list[bool] | None = None) -> dict[str, float]:
+    """Return the quantiles of log-ratios with these ages (by default 0) and mask (by default True), as metrics."""
     counted = RatioHistogram(trainer_mesh("cpu"))
     counted.add(
         torch.tensor(values),
@@ -28,7 +31,7 @@ def histogram(values: list[float], ages: list[int] | None = None, mask: list[boo
 
 
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=300))
-def test_a_quantile_is_that_of_the_tokens_to_one_per_cent_of_its_logarithm(values: list[float]) -> None:
+def test_the_logarithm_of_a_quantile_is_exact_to_one_per_cent(values: list[float]) -> None:
     found = histogram(values)
     for percent in (1, 50, 99):
         exact = float(np.quantile(np.array(values, dtype=np.float32), percent / 100, method="inverted_cdf"))
@@ -39,7 +42,7 @@ def test_a_ratio_of_one_is_exactly_one() -> None:
     assert set(histogram([0.0, 0.0]).values()) == {1.0}
 
 
-def test_ages_are_apart_and_the_oldest_share_a_row() -> None:
+def test_each_age_has_its_quantiles_and_the_oldest_share_a_row() -> None:
     found = histogram([0.5, -0.5, 1.0, 1.0], [0, 2, OLDEST, OLDEST + 9])
     assert {key.rpartition("_")[2] for key in found} == {"0", "2", str(OLDEST)}
     assert found["ratio_p50_age_2"] == pytest.approx(math.exp(-0.5), rel=0.006)

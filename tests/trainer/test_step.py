@@ -1,3 +1,5 @@
+"""Steps of a trainer on one rank: gradients and metrics against loops in float64, clipping, faults and ages."""
+
 from __future__ import annotations
 
 import math
@@ -44,6 +46,7 @@ PAIRS = [("grpo", AGGREGATIONS[0]), ("decoupled_ppo", AGGREGATIONS[1]), ("grpo",
 
 
 def naive_advantages(shard: Shard) -> list[float]:
+    """Return the advantage of each sample: (R − mean) / std of its group."""
     result = []
     for entry in shard.batch:
         members = [other.reward for other in shard.batch if other.group_id == entry.group_id]
@@ -69,7 +72,11 @@ def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str) -> to
 def naive_losses(
     model: Any, trajectory: Trajectory, min_version: int, objective: str, advantage: float
 ) -> torch.Tensor:
-    """Return the losses of the trained tokens of one sequence."""
+    """Return the losses of the trained tokens of one sequence, before aggregation.
+
+    With `decoupled_ppo` and a single update, the proximal policy is the trained policy. So the ratio is 1, and the
+    weight is the ratio to the policy that sampled, or 0 above the objective's default cap of 5.
+    """
     logp = unpacked_logprobs(model, trajectory)
     losses = []
     for place, (behaviour, version) in enumerate(
@@ -93,6 +100,7 @@ def stale_shard(garbage: float) -> Shard:
     rng = np.random.default_rng(5)
 
     def spoil(one: Trajectory) -> Trajectory:
+        # Replace the log-probs of tokens of version 1.
         behaviour = one.behaviour().copy()
         behaviour[one.action_versions() < 2] = garbage
         return msgspec.structs.replace(one, logprobs=behaviour.tobytes())
@@ -137,6 +145,7 @@ def test_branches_are_sequences_with_the_advantage_of_their_sample(untied_model:
 
 @pytest.mark.parametrize(("seed", "budget"), [(0, 30), (1, 64), (2, 400)])
 def test_trees_have_the_loss_and_gradient_of_their_sequences(untied_model: Path, seed: int, budget: int) -> None:
+    """Sequences with common beginnings form trees, of which the beginnings are computed once per micro-batch."""
     shard = forked_shard(seed)
     algorithm = {"objective": "grpo", "aggregation": "token_mean", "kl": {"estimator": "k3", "coefficient": 0.3}}
     trainer = Trainer(make_config(untied_model, algorithm=algorithm, train={"max_tokens_per_microbatch": budget}))
@@ -282,6 +291,7 @@ def test_metrics_equal_a_naive_count(tied_model: Path) -> None:
 
 
 def test_minibatches_are_separate_updates_and_the_ratio_leaves_one_only_after_the_first(tied_model: Path) -> None:
+    """The ratio is to the policy at the start of the step (`decoupled_ppo`), so the first update has a ratio of 1."""
     shard = random_shard()
     train = {"learning_rate": 0.02, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
     single = Trainer(make_config(tied_model, train=train)).train_step(shard)
@@ -322,6 +332,7 @@ def test_gradients_are_clipped_to_the_configured_norm(tied_model: Path) -> None:
 
 
 def with_first_behaviour(shard: Shard, value: float) -> Shard:
+    """Return the shard with this behaviour log-prob at the first token. A very negative one lets the ratio overflow."""
     sample = shard.samples[0]
     behaviour = sample.trajectory.behaviour().copy()
     behaviour[0] = value
@@ -364,7 +375,7 @@ def test_a_batch_without_a_token_to_train_leaves_the_weights_alone(tied_model: P
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
 
 
-def test_the_mismatch_at_age_0_is_told_by_environment(tied_model: Path) -> None:
+def test_the_mismatch_at_age_0_is_reported_by_environment(tied_model: Path) -> None:
     shard = aged_shard()
     kinds = [("math", "code")[entry.group_id % 2] for entry in shard.batch]
     shard = replace(
@@ -414,6 +425,7 @@ def test_a_rejected_sample_whose_ratio_overflows_spoils_no_gradient(tied_model: 
 
 
 def test_age_contract_a_token_older_than_the_limit_stops_the_run(tied_model: Path) -> None:
+    """The limit is `train.max_token_age` (`bound`) or, without it, 4 · ⌈`train.async_ratio`⌉ (`alpha`)."""
     for alpha, bound, age, allowed in (
         (0.5, 1, 2, False),
         (1.0, 1, 2, False),
@@ -465,7 +477,7 @@ def test_an_unknown_objective_or_option_is_a_config_error(tied_model: Path) -> N
             Trainer(make_config(tied_model, algorithm=algorithm))
 
 
-def test_the_learning_rate_warms_up_and_decays_to_its_end_behind_the_last_step() -> None:
+def test_the_learning_rate_warms_up_and_reaches_its_end_one_step_after_the_last() -> None:
     train = TrainConfig(learning_rate=1.0, warmup_steps=2, decay="linear", final_learning_rate=0.2)
     assert [learning_rate(train, 7, step) for step in range(7)] == pytest.approx(
         [0.5, 1.0, 1.0, 0.84, 0.68, 0.52, 0.36]

@@ -15,6 +15,7 @@ from tests.trainer.trainer_cases import relative_error, run_ranks, write_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 Results = dict[tuple[str, str], dict[str, Any]]
+"""Results of a rank, by case and by "whole" or "rounds"."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_give_in_rounds_the_gradient_and_the_weights_of_the_whole_batch(ranks: list[Results], name: str) -> None:
+def test_rounds_on_four_ranks_give_the_gradient_and_weights_of_the_whole_batch(ranks: list[Results], name: str) -> None:
     whole, rounds = ranks[0][name, "whole"], ranks[0][name, "rounds"]
     # Adam divides by the size of the gradient, so later updates have larger differences.
     limit = 1e-6 if updates(CASES[name]) == 1 else 1e-5

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(model: Path, case: dict[str, Any]) -> Trainer:
+    """Return a new trainer of a case, at version 3, which `aged_shard` needs."""
     train = {"async_ratio": 2.0, "stream": True, "max_tokens_per_microbatch": 400} | case.get("train", {})
     algorithm = {"objective": "decoupled_ppo", "lag": None} | case.get("algorithm", {})
     trainer = Trainer(make_config(model, **(case | {"train": train, "algorithm": algorithm})))
@@ -64,6 +65,7 @@ def make_trainer(model: Path, case: dict[str, Any]) -> Trainer:
 
 
 def batch_of(case: dict[str, Any]) -> Shard:
+    """Return the batch of a case. If the case masks truncated samples, every third sample is truncated."""
     shard = aged_shard()
     if "mask_truncated" not in case.get("algorithm", {}):
         return shard

@@ -30,7 +30,7 @@ def padded_loss(model: PreTrainedModel, shard: Shard) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_the_gradient_and_the_loss_are_those_of_cross_entropy(model: Path, minibatches: int) -> None:
+def test_the_gradient_and_the_loss_equal_cross_entropy(model: Path, minibatches: int) -> None:
     train = {"max_tokens_per_microbatch": 40, "minibatches": minibatches}
     trainer = Trainer(supervised(make_config(model, sft={"data": "rows.jsonl"}, train=train)))
     shard, reference = random_shard(), reference_model(model)
@@ -46,7 +46,7 @@ def test_the_gradient_and_the_loss_are_those_of_cross_entropy(model: Path, minib
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_the_loss_of_a_model_that_attends_by_itself_is_the_same(model: Path) -> None:
+def test_a_model_with_its_own_attention_has_the_same_loss(model: Path) -> None:
     trainer = Trainer(supervised(make_config(model, sft={"data": "rows.jsonl"})))
     shard = random_shard()
     together = trainer.mean_loss(shard)

@@ -1,3 +1,5 @@
+"""Tiny models: the folder that is made, when it is made again, interrupts, and environments with wrong examples."""
+
 import json
 import random
 import re
@@ -18,6 +20,10 @@ from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, is_curren
 SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
 ENV = "envs.arithmetic:Arithmetic"
 OPTIONS = {"digits": 2}
+"""Options of the environment `ENV`."""
+
+# The classes below are environments that give solved examples (`flash.environment.WarmStart`): `solved_examples`
+# returns `count` examples, drawn with `seed`, and `alphabet` returns all characters that occur in examples.
 
 
 class Fibs:
@@ -30,6 +36,7 @@ class Fibs:
         return "1+="
 
 
+# Values of `Odd.what` for which the examples themselves are invalid.
 WRONG_EXAMPLES = ("none", "too few", "pairs", "numbers", "later numbers", "lists", "half a pair")
 
 
@@ -37,6 +44,7 @@ class Odd:
     """Environment that gives invalid examples or an invalid alphabet."""
 
     def __init__(self, what="no text"):
+        """Take the name of the fault, one of the keys in the methods below or a method that raises."""
         self.what = what
         if what == "exits":
             raise SystemExit("no data")
@@ -72,7 +80,7 @@ class OneProblem:
 
 
 class Dice:
-    """Environment of six throws in a row, which cannot be predicted."""
+    """Environment of six throws of a die in a row, which cannot be predicted. No example depends on `failure_rate`."""
 
     def __init__(self, sides=6, failure_rate=0.0):
         self.sides = sides
@@ -87,7 +95,7 @@ class Dice:
 
 
 def make(path, config=SMALL, env=ENV, options=OPTIONS):
-    """Make a model, and return the reports of its progress."""
+    """Make a model, and return the reports of its progress: (step, steps, loss) for each step."""
     told = []
     make_tiny_model(path, config, env, options, lambda *step: told.append(step))
     return told
@@ -95,6 +103,7 @@ def make(path, config=SMALL, env=ENV, options=OPTIONS):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
+    """Return the folder of a model of `SMALL`. Tests do not change it."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     make(path)
     return path
@@ -158,7 +167,7 @@ def test_an_older_model_of_ours_is_replaced_and_nothing_is_left_beside_it(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_is_not_ours_is_refused_and_kept(tmp_path, kind):
+def test_a_path_that_holds_something_else_is_refused_and_kept(tmp_path, kind):
     path = tmp_path / "model"
     if kind == "folder":
         path.mkdir()
@@ -177,6 +186,7 @@ def test_a_failure_leaves_the_older_model_as_it_was(tmp_path):
     before = json.loads((tmp_path / "tiny" / FINGERPRINT).read_text())
 
     def fail(*step):
+        # Fails in place of the report of the first step.
         raise RuntimeError("out of memory")
 
     newer = msgspec.structs.replace(SMALL, layers=2)
@@ -186,7 +196,7 @@ def test_a_failure_leaves_the_older_model_as_it_was(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_a_warm_start_takes_one_thread_and_gives_the_others_back(tmp_path):
+def test_a_warm_start_uses_one_thread_and_restores_the_number_of_threads(tmp_path):
     threads = []
     torch.set_num_threads(2)
     try:
@@ -201,6 +211,7 @@ def interrupted(path, config=SMALL):
     """Make a model, and interrupt that in its second step."""
 
     def interrupt(step, steps, loss):
+        # Raise as Ctrl-C does, when the second step is reported.
         if step == 2:
             raise KeyboardInterrupt
 
@@ -214,7 +225,7 @@ def wanting(path, config=SMALL):
     return msgspec.convert(run | {"tiny_model": config}, Config)
 
 
-def test_an_interrupted_warm_start_leaves_a_model_that_is_used_and_called_so(tmp_path, made, capsys):
+def test_an_interrupted_warm_start_leaves_a_model_that_is_used_with_a_notice(tmp_path, made, capsys):
     path = tmp_path / "tiny"
     interrupted(path)
     assert f"interrupted after 2 steps; {path} has the model" in capsys.readouterr().out
@@ -231,7 +242,7 @@ def test_an_interrupted_warm_start_leaves_a_model_that_is_used_and_called_so(tmp
     assert "has left it" not in capsys.readouterr().out
 
 
-def test_an_interrupt_takes_the_place_of_no_whole_model_but_of_one_made_from_other_options(tmp_path, capsys):
+def test_an_interrupted_model_replaces_a_finished_one_only_if_options_differ(tmp_path, capsys):
     path = tmp_path / "tiny"
     make(path)
     before = (path / "model.safetensors").read_bytes()
@@ -243,14 +254,14 @@ def test_an_interrupt_takes_the_place_of_no_whole_model_but_of_one_made_from_oth
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_a_warm_start_that_runs_out_of_steps_says_how_good_the_model_is(tmp_path, capsys):
+def test_a_warm_start_that_uses_all_steps_reports_the_accuracy(tmp_path, capsys):
     make(tmp_path / "tiny")
     assert re.search(
         r"warm_start_steps = 3 are made; .* [0-9.]+% of the examples right and not 22%", capsys.readouterr().out
     )
 
 
-def test_progress_tells_every_step(tmp_path):
+def test_progress_is_reported_after_every_step(tmp_path):
     told = make(tmp_path / "tiny")
     assert [(step, steps) for step, steps, _ in told] == [(1, 3), (2, 3), (3, 3)]
     assert all(loss > 0 for _, _, loss in told)
@@ -263,7 +274,7 @@ def test_the_warm_start_ends_as_soon_as_the_model_is_good_enough(tmp_path):
     assert step == steps < 500
 
 
-def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_loss_has_stopped_falling(tmp_path):
+def test_the_warm_start_on_random_examples_ends_when_the_loss_stops_falling(tmp_path):
     config = msgspec.structs.replace(SMALL, warm_start_steps=5000)
     told = make(tmp_path / "tiny", config, f"{__name__}:Dice", {})
     step, steps, loss = told[-1]
@@ -271,7 +282,7 @@ def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_los
     assert loss < 2.0
 
 
-def test_an_option_that_changes_no_example_changes_no_model(tmp_path):
+def test_an_option_that_changes_no_example_does_not_change_the_model(tmp_path):
     env = f"{__name__}:Dice"
     make(tmp_path / "tiny", SMALL, env, {})
     assert changed_parts(tmp_path / "tiny", SMALL, env, {"failure_rate": 0.5}) == []
@@ -289,7 +300,7 @@ def test_an_option_that_changes_no_example_changes_no_model(tmp_path):
         (SMALL, ENV, {"digit": 2}, "digit"),
     ],
 )
-def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, message):
+def test_invalid_options_or_environments_are_a_config_error(tmp_path, config, env, options, message):
     with pytest.raises(ConfigError, match=message):
         make(tmp_path / "tiny", config, env, options)
     assert not (tmp_path / "tiny").exists()
@@ -307,13 +318,13 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, m
         *((kind, r"solved_examples\(3, seed\) must return a list of 3") for kind in WRONG_EXAMPLES),
     ],
 )
-def test_what_an_environment_shows_and_may_not_is_a_config_error(tmp_path, what, told):
+def test_invalid_examples_or_alphabets_are_a_config_error(tmp_path, what, told):
     with pytest.raises(ConfigError, match=f"^env.path: .*test_tiny_model:Odd: .*{told}"):
         make(tmp_path / "model", SMALL, f"{__name__}:Odd", {"what": what})
     assert not (tmp_path / "model").exists()
 
 
-def test_asking_whether_a_model_is_current_needs_no_torch():
+def test_the_check_whether_a_model_is_current_needs_no_torch():
     names = vars(tiny_model)
     assert "torch" not in names
     assert "transformers" not in names

@@ -12,6 +12,7 @@ from flash.trainer.step import Trainer
 from tests.trainer.step_reference import group_credit, tokens_of
 from tests.trainer.trainer_cases import gradient_of, random_shard, reference_model, relative_error
 
+# Module of a user's package: an objective with an option, and three faulty ones.
 PACKAGE = '''
 """A user's own objective: the log-likelihood weighed by a power of the advantage."""
 
@@ -94,7 +95,7 @@ def test_an_objective_of_a_users_package_trains_a_step_with_the_gradient_of_its_
     assert metrics["weight_max"] == pytest.approx(max(token.advantage * abs(token.advantage) for token in tokens))
 
 
-def test_its_options_and_what_it_says_of_itself_are_checked_before_anything_starts(settings: Path) -> None:
+def test_options_and_declarations_of_a_users_objective_are_checked_at_the_start(settings: Path) -> None:
     with pytest.raises(ConfigError, match=r"`algorithm.options.powr` .*did you mean `power`\?"):
         load([settings], ["algorithm.options.powr=1"])
     with pytest.raises(ConfigError, match=r"`train.async_ratio` .*does not correct for"):

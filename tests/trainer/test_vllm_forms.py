@@ -1,4 +1,8 @@
-"""Responses that a real vLLM engine samples under a grammar, against a trainer's log-probs of them."""
+"""Responses that a real vLLM engine samples under a grammar, against a trainer's log-probs of them.
+
+A *form* is a grammar that a response must follow, for example JSON of a schema. Its kept sets are the tokens that the
+grammar allowed at each place. Law 4: at equal weights, the ratio of trainer and engine is 1 for every token.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,7 @@ HOW = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
+    """Return a small tokenizer with the chat template and the tool calls of Qwen."""
     folder = QWEN.save(tmp_path_factory.mktemp("model"))
     return HfTokenizer(
         ModelConfig(path=folder, tool_parser=QWEN.tool_parser, reasoning_parser=QWEN.reasoning_parser)
@@ -59,6 +64,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 @pytest.fixture(scope="module")
 def served(tokenizer: HfTokenizer) -> Iterator[Served]:
+    """Yield a vLLM engine with a random model that has loaded version 0."""
     import transformers
 
     torch.manual_seed(0)
@@ -92,6 +98,7 @@ def served(tokenizer: HfTokenizer) -> Iterator[Served]:
 
 
 def asked(grammar: Grammar | None, how: Sampling = HOW["plain"], count: int = 400, seed: int = 1) -> ResponseRequest:
+    """Return a request for a response of at most `count` tokens under a grammar; None: without a form."""
     return ResponseRequest(PROMPT, count, key=0, sampling=how, seed=seed, grammar=grammar)
 
 
@@ -148,7 +155,7 @@ def test_a_response_that_reaches_its_limit_is_the_beginning_of_its_form_and_is_t
 
 
 @pytest.mark.parametrize("at", [1, 3, 10, 14])
-def test_a_response_that_moves_continues_its_form_after_its_own_tokens(
+def test_a_response_that_moves_to_another_engine_continues_its_form(
     served: Served, tokenizer: HfTokenizer, at: int
 ) -> None:
     whole = served.call(complete, served.engine, asked(TEXT))
@@ -171,6 +178,7 @@ def test_law_4_a_response_keeps_its_form_while_weights_are_swapped(
     published = served.publish()
 
     async def swapped() -> list[Completion]:
+        # Sample eight responses, load the same weights again once the first one runs, and return the responses.
         done: list[Completion] = []
         running = anyio.Event()
 
@@ -210,6 +218,7 @@ def test_a_forced_call_is_read_as_a_call_whatever_the_weights_are(
 
 
 def test_a_form_begins_after_the_reasoning(served: Served, tokenizer: HfTokenizer) -> None:
+    """Tokens of the reasoning, which ends with `</think>`, are drawn from the whole vocabulary."""
     grammar = msgspec.structs.replace(TEXT, reasoning={})
     free = served.call(complete, served.engine, asked(grammar, count=30))
     assert ratio(served, free) < ROUNDING
@@ -231,6 +240,7 @@ def test_a_form_begins_after_the_reasoning(served: Served, tokenizer: HfTokenize
 
 def test_responses_with_and_without_forms_share_a_step_of_the_engine_and_a_micro_batch(served: Served) -> None:
     async def all_at_once() -> dict[tuple[str, bool], Completion]:
+        # Return the responses by their settings, and by whether they have a form.
         found: dict[tuple[str, bool], Completion] = {}
 
         async def one(name: str, formed: bool) -> None:

@@ -1,4 +1,7 @@
-"""Log-probs of a real vLLM engine for tokens drawn from a part of the vocabulary, against a trainer's."""
+"""Log-probs of a real vLLM engine for tokens drawn from a part of the vocabulary, against a trainer's.
+
+Law 4: at equal weights, the ratio of trainer and engine is 1 for every token, whatever settings it was sampled with.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,7 @@ HOW = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Yield a vLLM engine with a small model that has loaded version 0."""
     folder = tmp_path_factory.mktemp("model")
     with serving(folder, make_model(folder)) as served:
         served.load(served.publish())
@@ -54,12 +58,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def drawn(served: Served, sampling: Sampling, count: int = 60, done: int = 0) -> Completion:
+    """Return a response of at most `count` tokens to `PROMPT`, of which `done` tokens count as sampled before."""
     return served.call(
         complete, served.engine, ResponseRequest(PROMPT, count, key=0, sampling=sampling, seed=1, generated=done)
     )
 
 
 def trajectory(completion: Completion, sampling: Sampling, group: int = 0) -> Trajectory:
+    """Return the sample of one turn that consists of `PROMPT` and this response."""
     tokens = PROMPT + completion.token_ids
     return Trajectory(
         task=Task(group, group, 0, seed=0, sampling=sampling),
@@ -112,6 +118,7 @@ def test_law_4_the_ratio_is_1_at_equal_weights_however_tokens_are_drawn(served: 
 
 def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and_a_micro_batch(served: Served) -> None:
     async def all_at_once() -> dict[str, Completion]:
+        # Return the responses by the names of their settings, sampled in parallel.
         found: dict[str, Completion] = {}
 
         async def one(name: str) -> None:
@@ -130,7 +137,7 @@ def test_samples_that_are_drawn_in_different_ways_share_a_step_of_the_engine_and
 
 
 @pytest.mark.parametrize("name", [name for name in HOW if HOW[name].has_kept_sets])
-def test_the_kept_set_is_what_the_rules_keep_and_has_the_token_that_was_drawn(served: Served, name: str) -> None:
+def test_the_kept_set_follows_the_rules_and_has_the_drawn_token(served: Served, name: str) -> None:
     how = HOW[name]
     completion = drawn(served, how)
     with torch.no_grad():
@@ -143,7 +150,7 @@ def test_the_kept_set_is_what_the_rules_keep_and_has_the_token_that_was_drawn(se
         assert {token, *others} == kept_by(logits_TV[place], how, PROMPT + completion.token_ids[:place])
 
 
-def test_a_response_does_not_end_before_it_has_its_least_tokens_wherever_it_goes_on(served: Served) -> None:
+def test_a_response_does_not_end_before_min_tokens_even_after_a_move(served: Served) -> None:
     set_end_token(served.model, wanted=True)
     served.load(served.publish())
     how = Sampling(top_k=VOCABULARY, min_tokens=6)

@@ -52,6 +52,7 @@ def per_sequence(shard: Shard, tokens: list[Token], token: Token) -> float:
 
 
 def overlong_credit(shard: Shard, tokens: list[Token]) -> None:
+    """Set each advantage to R − mean of the group, after the overlong penalty of the recipe "shaping"."""
     shaped = [entry.reward - 0.5 * min(max((entry.tokens - 4) / 8, 0.0), 1.0) for entry in shard.batch]
     for token in tokens:
         group = shard.batch[token.sample].group_id
@@ -60,6 +61,7 @@ def overlong_credit(shard: Shard, tokens: list[Token]) -> None:
 
 
 def turn_credit(shard: Shard, tokens: list[Token]) -> None:
+    """Set each advantage to the whitened return of the token's turn, compared within the group (γ = 0.5)."""
     gamma = 0.5
     returns = [
         [sum(gamma ** (later - at) * entry.turns[later] for later in range(at, len(entry.turns)))
@@ -79,13 +81,16 @@ def turn_credit(shard: Shard, tokens: list[Token]) -> None:
 
 
 def k2(logp: torch.Tensor, reference: float) -> torch.Tensor:
+    """Return 0.3 times the estimate k2 of the KL to the reference."""
     return 0.3 * (logp - reference) ** 2 / 2
 
 
 def k3(logp: torch.Tensor, reference: float) -> torch.Tensor:
+    """Return 0.3 times the estimate k3 of the KL to the reference."""
     return 0.3 * ((reference - logp).exp() - 1 - (reference - logp))
 
 
+# For each case, by its name: options of `[algorithm]`, and the recipe of the reference for the same step.
 RECIPES: dict[str, tuple[dict[str, Any], Recipe]] = {
     "kl k2": ({"kl": {"estimator": "k2", "coefficient": 0.3}}, Recipe(group_credit, kl=k2)),
     "kl k3": ({"kl": {"estimator": "k3", "coefficient": 0.3}}, Recipe(group_credit, kl=k3)),
@@ -195,13 +200,17 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     assert relative_error(plain_gradient, expected) > 1e-2, "what is asked for makes a difference"
 
 
-def test_a_teacher_that_a_server_holds_teaches_as_one_that_the_trainer_holds(
+def test_a_served_teacher_gives_the_gradient_of_the_same_teacher_in_the_trainer(
     tied_model: Path, untied_model: Path
 ) -> None:
-    """The batches have branches, and tokens that are too old."""
+    """Check a batch with branches, and a batch with tokens that are too old.
+
+    The samples of the second trainer come with the log-probs that the same teacher gives each branch.
+    """
     teacher = reference_model(untied_model)
 
     def taught(one: Trajectory) -> Trajectory:
+        # Return the trajectory with the teacher's log-probs, as a server would give them.
         with torch.no_grad():
             said = [unpacked_logprobs(teacher, branch) for branch in branches.split_branches(one)]
         return replace(one, teacher=torch.cat(said).float().numpy().tobytes())
@@ -226,7 +235,8 @@ def test_a_teacher_that_a_server_holds_teaches_as_one_that_the_trainer_holds(
 
 
 @pytest.mark.parametrize("objective", ["grpo", "m2po"])
-def test_samples_that_a_limit_has_ended_leave_the_loss_but_not_the_baseline(tied_model: Path, objective: str) -> None:
+def test_truncated_samples_leave_the_loss_but_not_the_baseline(tied_model: Path, objective: str) -> None:
+    """Check `mask_truncated`: truncated samples count for the mean of their group, but have no loss."""
     shard = aged_shard()
     entries = [replace(entry, truncated=index % 3 == 0) for index, entry in enumerate(shard.batch)]
     shard = replace(shard, batch=entries)
@@ -243,6 +253,7 @@ def test_samples_that_a_limit_has_ended_leave_the_loss_but_not_the_baseline(tied
     if objective == "grpo":
 
         def masked(shard: Shard, tokens: list[Token]) -> None:
+            # Reject all tokens of truncated samples.
             for token in tokens:
                 token.rejected = shard.batch[token.sample].truncated
 
@@ -320,7 +331,7 @@ def test_the_gradient_with_a_critic_equals_a_naive_float64_loop(
     assert metrics["return_mean"] == pytest.approx(np.mean(returns), rel=1e-4)
 
 
-def test_in_the_warm_up_only_the_critic_learns_and_the_version_counts_on(tied_model: Path) -> None:
+def test_in_the_warm_up_only_the_critic_learns_and_the_version_rises(tied_model: Path) -> None:
     trainer = trainer_at(3, tied_model, algorithm={"objective": "ppo"}, critic={"warmup_steps": 4},
                          train={"async_ratio": 2.0, "max_tokens_per_microbatch": 40})  # fmt: skip
     before = weights_of(trainer)

@@ -1,4 +1,10 @@
-"""Tiny models, batches and reference gradients for the trainer's tests."""
+"""Tiny models, batches and reference gradients for the trainer's tests.
+
+A *version* is the weights after a training step, and the *age* of a token is the version that a step trains minus the
+version that sampled the token. A *shard* is the part of a batch that one rank trains; with one rank it is the whole
+batch. A *branch* is one token sequence of a sample. The *kept set* of a token has the tokens that settings such as
+top_k, or a grammar, left in the distribution from which it was sampled.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,7 @@ from flash.waiting import run_to_end
 from tests.branching import joined
 
 VOCABULARY = 40
+"""Number of token ids of the models of `write_model`."""
 
 
 class Trainer(step.Trainer):
@@ -48,6 +55,7 @@ class Trainer(step.Trainer):
         return (described, *sizes, own.train.activation_checkpointing, repr((own.lora, own.parallel, own.cluster)))
 
     def _check_packing(self) -> None:
+        """Check a configuration once in this process; later trainers only take over the result."""
         key = self.packing_key(self._config)
         if key not in self.packed:
             super()._check_packing()
@@ -57,9 +65,10 @@ class Trainer(step.Trainer):
 
 
 def kept(content: bytes) -> checkpoint.WriteHubState:
-    """Return a function that writes `content` as the hub's state."""
+    """Return a function that writes `content` as the hub's state; `checkpoint.save` takes it in place of a hub."""
 
     def write(file: Path) -> checkpoint_files.FileEntry:
+        # Return the manifest entry, as `WriteHubState` demands.
         file.write_bytes(content)
         return checkpoint_files.file_entry(file, file.parent)
 
@@ -73,7 +82,11 @@ def state_of(path: Path) -> bytes:
 
 
 def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
-    """Write a random Qwen3 of two layers as a Hugging Face folder."""
+    """Write a random Qwen3 of two layers as a Hugging Face folder, and return the folder.
+
+    The weights are always the same. `tied` is True if the output layer shares its weights with the embedding. `options`
+    replace values of the model's configuration.
+    """
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -104,7 +117,10 @@ def loaded_reference(folder: Path) -> PreTrainedModel:
 
 
 def make_config(model: Path, /, **tables: dict[str, Any]) -> Config:
-    """Return a configuration in float32 on the CPU. No limit ever lowers its gradient or its rate."""
+    """Return a configuration in float32 on the CPU. No limit ever lowers its gradient or its rate.
+
+    `tables` replace single keys of the tables of the configuration, by table.
+    """
     defaults: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "output_dir": str(model.parent), "steps": 10},
         "model": {"path": str(model), "dtype": "float32", "max_length": 64},
@@ -120,7 +136,16 @@ def make_config(model: Path, /, **tables: dict[str, Any]) -> Config:
 def make_trajectory(
     group: int, member: int, versions: list[VersionRun], rng: np.random.Generator, *, reward: float, prompt: int = 4
 ) -> Trajectory:
-    """Return random tokens: the group's prompt, and two spans of actions with one token of the environment between."""
+    """Return random tokens: the group's prompt, and two spans of actions with one token of the environment between.
+
+    Args:
+        group: number of the group; samples of a group have the same prompt.
+        member: number of the sample in its group.
+        versions: versions that sampled the action tokens, one run after another. A single action token has one span.
+        rng: source of the tokens after the prompt, and of the log-probs, which do not belong to any model.
+        reward: reward of the sample, of which each turn gets an equal part.
+        prompt: number of tokens of the prompt.
+    """
     actions = sum(run.count for run in versions)
     first = (actions + 1) // 2
     spans = [Span(prompt, prompt + first)]
@@ -141,13 +166,13 @@ def make_trajectory(
 
 
 def with_tokens(one: Trajectory, ids: np.ndarray) -> Trajectory:
-    """Return the trajectory with other tokens."""
+    """Return the trajectory with the token ids `ids`, which must be as many as before."""
     assert len(ids) == one.length
     return replace(one, token_ids=ids.astype("<i4").tobytes())
 
 
 def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: int = 0) -> Shard:
-    """Return the complete batch as one rank's shard."""
+    """Return the complete batch as one rank's shard. Tokens of versions below `min_version` are not trained."""
     return Shard(
         step=step,
         min_version=min_version,
@@ -159,7 +184,10 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
 
 
 def branched_shard(seed: int = 0) -> Shard:
-    """Return step 3: two groups, samples of one to three branches. Version 1's tokens, or branches, are masked."""
+    """Return the shard of step 3: two groups of four samples, with one to three branches each.
+
+    Tokens of version 1 are too old to be trained. A branch, or a sample, may have no other tokens.
+    """
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in (0, 1):
@@ -183,7 +211,7 @@ def branched_shard(seed: int = 0) -> Shard:
 
 
 def random_shard(seed: int = 0) -> Shard:
-    """Return step 0: three ragged groups, one of them with a single member, and lengths from 5 to 25."""
+    """Return the shard of step 0: four groups of 4, 3, 1 and 5 samples, with 1 to 19 action tokens each."""
     rng = np.random.default_rng(seed)
     trajectories = [
         make_trajectory(group, member, [VersionRun(0, int(rng.integers(1, 20)))], rng, reward=float(rng.normal()))
@@ -194,9 +222,10 @@ def random_shard(seed: int = 0) -> Shard:
 
 
 def forked_shard(seed: int = 0) -> Shard:
-    """Return step 0: three groups in any order, whose samples and branches diverge at any token, also at actions.
+    """Return the shard of step 0: three groups, whose samples and branches diverge at any token, also at actions.
 
-    Some sequences end where others continue, and some are equal. An action in one may be prompt in another.
+    The samples are in random order, not sorted by group. Some sequences end where others continue, and some are equal.
+    An action in one may be prompt in another.
     """
     rng = np.random.default_rng(seed)
     trajectories: list[Trajectory] = []
@@ -221,7 +250,10 @@ def forked_shard(seed: int = 0) -> Shard:
 
 
 def aged_shard(seed: int = 0, step: int = 3, prompt: int = 4) -> Shard:
-    """Return tokens of ages 0 to 3, of which those of age 3 are masked; the groups are `random_shard`'s."""
+    """Return a shard with tokens of ages 0 to 3, of which tokens of age 3 are too old to be trained.
+
+    The groups have the sizes of the groups of `random_shard`. `prompt` is the number of tokens of each prompt.
+    """
     rng = np.random.default_rng(seed)
     trajectories = []
     for group, size in enumerate((4, 3, 1, 5)):
@@ -246,7 +278,10 @@ def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
 
 
 def frozen_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
-    """Return a new trainer whose steps change neither its weights nor the gradients of later steps."""
+    """Return a new trainer whose steps change neither its weights nor the gradients of later steps.
+
+    The learning rate is too small to change a float32 weight. β1 is 0, so Adam's first moment is the last gradient.
+    """
     frozen = {"learning_rate": 1e-30, "betas": [0.0, 0.95], "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
     return trainer_at(version, model, **tables | {"train": frozen | tables.get("train", {})})
 
@@ -264,7 +299,7 @@ def at(temperature: float, one: Trajectory) -> Trajectory:
 
 
 def drawn_from_some(one: Trajectory, sampling: Sampling) -> Trajectory:
-    """Return the trajectory with each token drawn from up to four."""
+    """Return the trajectory with each token drawn from a kept set of one to four tokens, with these settings."""
     rng = np.random.default_rng(one.task.task_id)
     drawn = one.tokens()[one.action_mask()]
     others = [
@@ -289,7 +324,8 @@ def drawn_under_grammar(one: Trajectory) -> Trajectory:
 def partly_kept(shard: Shard) -> Shard:
     """Return the shard with two of three samples drawn from a part of the vocabulary.
 
-    Of one of them the logits were changed, and the other was drawn under a grammar.
+    By the index of the sample modulo 3: 0 is unchanged, 1 was drawn with top_k and changed logits, and 2 under a
+    grammar.
     """
     how = Sampling(0.8, top_k=4, logit_bias=((3, 1.0), (7, -2.0)), repetition_penalty=1.5)
     ways = (lambda one: one, lambda one: drawn_from_some(one, how), drawn_under_grammar)
@@ -298,14 +334,18 @@ def partly_kept(shard: Shard) -> Shard:
 
 
 def part_of(shard: Shard, indices: list[int]) -> Shard:
-    """Return the shard of a rank that has these samples."""
+    """Return the shard of a rank that has the samples with these indices. The facts about the batch are unchanged."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
 
 
 def rounds_of(shard: Shard, sizes: list[int], shards: int = 1, minibatches: int = 1) -> list[list[Shard]]:
-    """Return the shards of each round of a complete batch, as the hub deals them.
+    """Return the shards of each round of a complete batch, as the hub deals them: a list per round, one per data shard.
 
-    A round has `sizes` samples. If `sizes` is empty, the batch is not divided into rounds.
+    Args:
+        shard: the complete batch.
+        sizes: number of samples of each round. If it is empty, the batch is one round.
+        shards: number of data shards, the ranks with different samples.
+        minibatches: number of updates of the step.
     """
     trajectories = [sample.trajectory for sample in shard.samples]
     batch = Batch(shard.step, shard.min_version, trajectories, shard.earlier, sizes)
@@ -313,7 +353,7 @@ def rounds_of(shard: Shard, sizes: list[int], shards: int = 1, minibatches: int 
 
 
 def train_in_rounds(trainer: step.Trainer, rounds: list[Shard]) -> dict[str, float]:
-    """Train a step in rounds, and return its metrics."""
+    """Train a step whose rounds have these shards of the trainer's rank, and return the metrics."""
     for shard in rounds:
         trainer.train_round(shard)
     return trainer.finish_step()
@@ -331,7 +371,10 @@ class Rank(ForkedProcess):
 
 
 def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: Sequence[object] = ()) -> None:
-    """Run main(arguments…, rank, after…) for `count` ranks. All must exit with 0 in time."""
+    """Run main(arguments…, rank, after…) in a process for each of `count` ranks. All must exit with 0.
+
+    A rank has 300 seconds. At the end, also after a failure, all processes are killed.
+    """
     ranks = [Rank(target=main, args=(*arguments, rank, *after), daemon=True) for rank in range(count)]
     try:
         for rank in ranks:
@@ -345,7 +388,10 @@ def run_ranks(main: Callable[..., None], count: int, *arguments: object, after: 
 
 
 def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return the gradient of the only step so far: Adam's first moment is (1 − β1) times it."""
+    """Return the gradient of the only step so far, by parameter name.
+
+    Adam's first moment is (1 − β1) times this gradient.
+    """
     share = 1 - trainer.optimizer.param_groups[0]["betas"][0]
     return {
         name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
@@ -363,6 +409,7 @@ def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return full copies of the policy's weights, by parameter name."""
     return {name: whole(value).clone() for name, value in trainer.model.named_parameters()}
 
 
@@ -384,7 +431,11 @@ def relative_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> flo
 
 
 def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
-    """Return the log-prob of each action token, as it was sampled, from a forward pass over this sequence alone."""
+    """Return the log-prob of each action token, from a forward pass over this sequence alone.
+
+    The distribution is the one that the token was sampled from: after the logit biases, the repetition penalty, the
+    temperature and the kept set.
+    """
     how, tokens = trajectory.task.sampling, torch.tensor(trajectory.tokens().tolist())
     logits = model(input_ids=tokens[None]).logits[0]
     positions = np.flatnonzero(trajectory.action_mask())

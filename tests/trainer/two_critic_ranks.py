@@ -40,6 +40,7 @@ def parts_of(split: str, rank: int) -> list[list[int]]:
 
 
 def updated(model: Path, split: str, rank: int) -> dict[str, Any]:
+    """Update a critic once on this rank's part of a split, and return its values before, and the results."""
     sequences = random_sequences()
     critic = make_critic(model)
     parts = [[sequences[index] for index in part] for part in parts_of(split, rank)]
@@ -67,6 +68,7 @@ def doubled(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def saved(model: Path, folder: Path, rank: int) -> dict[str, Any]:
+    """Save a trained critic, load it into another trainer, and return the weights of both."""
     trainer, restored = (Trainer(critic_config(model)) for _ in range(2))
     trainer.train_step(part_of(random_shard(), DEALT[rank]))
     path = checkpoint.save(folder, trainer, kept(b"hub"), keep=1)
@@ -75,6 +77,7 @@ def saved(model: Path, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def main(model: Path, folder: Path, rank: int) -> None:
+    """Run rank 0 or 1, and write its results by name to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)

@@ -15,6 +15,7 @@ PARTS = ([0, 1, 4], [2, 3])
 
 
 def main(folder: Path, rank: int, *models: Path) -> None:
+    """Run rank 0 or 1 with each model, in float32 and in bfloat16. The ranks meet, and write results, in `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)

@@ -36,6 +36,7 @@ from tests.trainer.trainer_cases import (
 )
 
 CANARY = [3, 1, 4, 1, 5]
+"""Token ids of a text whose log-probs are compared."""
 EXPERTS = "experts"
 """Name of the folder, beside the model's, of a model with a single expert."""
 SPLITS = {
@@ -49,6 +50,9 @@ SPLITS = {
         )
     ),
 }
+"""Indices of the samples of each of the two ranks."""
+# A case has tables of the configuration, and: `split` (key of `SPLITS`) or `rounds` (samples of each round), `aged` or
+# `trees` (batch of `aged_shard` or of `forked_shard`, else of `random_shard`), `experts` (the model with one expert).
 CASES: dict[str, dict[str, Any]] = {
     **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split, mode in (
        ("even", "token_mean"), ("uneven", "token_mean"), ("uneven", "seq_mean_token_mean"),
@@ -124,6 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def case_config(model: Path, case: dict[str, Any]) -> Any:
+    """Return the configuration of a case. A teacher is the policy's own first model."""
     train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40, "async_ratio": 2.0}
     train |= {"stream": "rounds" in case}
     tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
@@ -144,6 +149,7 @@ def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
 
 
 def gradients(model: Path, names: Sequence[str], rank: int) -> dict[str, Any]:
+    """Take a step in each of the cases `names`, and return the results by case."""
     results: dict[str, Any] = {}
     for name in names:
         case = CASES[name]
@@ -186,6 +192,7 @@ class Spoilt(Critic):
     """Critic whose values are NaN."""
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Return NaN for each action token."""
         return super().values(micro) * torch.nan
 
 
@@ -218,6 +225,7 @@ def failed_save(trainer: Trainer, run_dir: Path, rank: int) -> str:
 
 
 def main(model: Path, folder: Path, names: Sequence[str], rank: int) -> None:
+    """Run rank 0 or 1 through the cases `names`, failures and checkpoints, and write its results to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)

@@ -1,4 +1,7 @@
-"""Groups of engine workers over gloo: versions arrive whole, whoever comes, leaves, hangs or is killed."""
+"""Broadcasts to groups of engine workers over gloo, in which workers join, leave, hang or are killed.
+
+A *version* is the weights after a training step. An *epoch* is the number of a process group.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,22 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 24.0
 """Time limit of a swap in seconds. A broadcast may take an eighth of it."""
 PIECE = 4096
+"""Bytes of one broadcast."""
 Tensors = dict[str, torch.Tensor]
 
 
 class Trainer:
-    """Rank 0, with a model of its own for each version."""
+    """Rank 0 of a trainer, which publishes another random model for each version."""
 
     def __init__(self, gather_s: float) -> None:
+        """Start the server. `gather_s`: seconds for which a round waits for expected workers."""
         self.server = BroadcastServer("gloo", "127.0.0.1", 5.0, TIMEOUT_S, gather_s, PIECE)
         self._publisher = HostPublisher(0, "", torch.float32, 0.0, 0.0, lambda *_: self.server)
         self.model: Tensors = {}
+        """Tensors of the newest version."""
 
     def publish(self, version: int) -> WeightSource:
+        """Publish a version, and return the source that engines would be told."""
         random = torch.Generator().manual_seed(version)
         shapes = [(700 + 13 * layer, 5) for layer in range(8)]
         self.model = {f"layer {at}": torch.randn(shape, generator=random) for at, shape in enumerate(shapes)}
@@ -54,6 +61,7 @@ class Trainer:
 
 @pytest.fixture
 def trainers() -> Iterator[Callable[[float], Trainer]]:
+    """Yield a function that makes a trainer with this `gather_s`. The trainers are closed at the end of the test."""
     made = list[Trainer]()
 
     def make(gather_s: float) -> Trainer:
@@ -66,6 +74,7 @@ def trainers() -> Iterator[Callable[[float], Trainer]]:
 
 
 def pulls(member: BroadcastReceiver, source: WeightSource) -> Tensors:
+    """Let one worker pull a version, and return the tensors."""
     return dict(pull(source, member.receive))
 
 
@@ -76,10 +85,12 @@ def pulled_by(members: Sequence[BroadcastReceiver], source: WeightSource) -> lis
 
 
 def equal(found: Tensors, model: Tensors) -> bool:
+    """Return True if the tensors are equal, bit for bit."""
     return found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)
 
 
 def members(count: int) -> list[BroadcastReceiver]:
+    """Return new workers, which have requested no version yet."""
     return [BroadcastReceiver(CPU) for _ in range(count)]
 
 
@@ -139,7 +150,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.timeout(120)
-def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
+def test_a_worker_killed_during_a_broadcast_does_not_keep_others_from_the_version(
     trainers: Callable[[float], Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, workers = trainers(30.0), members(3)
@@ -150,6 +161,7 @@ def test_a_worker_that_is_killed_in_mid_broadcast_costs_the_others_nothing(
         assert doomed.stdout is not None
 
         def give(source: WeightSource) -> None:
+            # Make the process pull this version.
             assert doomed.stdin is not None
             doomed.stdin.write(msgspec.json.encode(vars(source)).decode() + "\n")
             doomed.stdin.flush()
@@ -179,6 +191,7 @@ def test_a_worker_that_hangs_in_mid_broadcast_is_left_behind(trainers: Callable[
     ends = list[FlashError]()
 
     def hang() -> None:
+        # Stop after the third tensor, until the others have the version.
         try:
             for number, _ in enumerate(pull(source, hangs.receive)):
                 if number == 2:
@@ -198,7 +211,7 @@ def test_a_worker_that_hangs_in_mid_broadcast_is_left_behind(trainers: Callable[
         worker.leave()
 
 
-def test_a_worker_that_gives_up_in_mid_broadcast_comes_back_with_a_group_of_its_own(
+def test_a_worker_that_gives_up_during_a_broadcast_can_pull_again(
     trainers: Callable[[float], Trainer],
 ) -> None:
     trainer, workers = trainers(5.0), members(2)
@@ -208,6 +221,7 @@ def test_a_worker_that_gives_up_in_mid_broadcast_comes_back_with_a_group_of_its_
     source = trainer.publish(2)
 
     def gives_up() -> None:
+        # End the pull after its first tensor.
         with contextlib.closing(cast(Generator[Any], pull(source, workers[0].receive))) as half:
             next(half)
 
@@ -228,14 +242,14 @@ def test_a_version_that_nobody_holds_is_refused(trainers: Callable[[float], Trai
         pulls(BroadcastReceiver(CPU), old)
 
 
-def test_what_arrives_is_held_to_the_fingerprint(trainers: Callable[[float], Trainer]) -> None:
+def test_received_tensors_are_compared_with_the_fingerprint(trainers: Callable[[float], Trainer]) -> None:
     server = trainers(1.0).server
     source = server.hold(1, make_image([("a", torch.ones(3))], crc32=False), [1, 2])
     with pytest.raises(WeightsError, match="version 1 is damaged: the fingerprint of the received tensors is"):
         pulls(BroadcastReceiver(CPU), source)
 
 
-def test_who_waits_for_a_trainer_that_closes_hears_of_it(trainers: Callable[[float], Trainer]) -> None:
+def test_a_waiting_worker_gets_an_error_when_the_trainer_closes(trainers: Callable[[float], Trainer]) -> None:
     trainer, worker = trainers(30.0), BroadcastReceiver(CPU)
     for one in (worker, BroadcastReceiver(CPU)):  # the second one is expected, and does not come
         pulls(one, trainer.publish(1))
@@ -246,7 +260,7 @@ def test_who_waits_for_a_trainer_that_closes_hears_of_it(trainers: Callable[[flo
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 64), st.integers(0, 3))
-def test_tensors_come_out_of_pieces_as_they_went_in(sizes: list[int], piece_bytes: int, first: int) -> None:
+def test_tensors_joined_from_pieces_equal_the_published_ones(sizes: list[int], piece_bytes: int, first: int) -> None:
     tensors = [(str(at), torch.arange(size, dtype=torch.int16) + at) for at, size in enumerate(sizes)]
     image = make_image([(name, tensor.clone()) for name, tensor in tensors])
     whole = list(split_image(image, 0, piece_bytes, CPU))

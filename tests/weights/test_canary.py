@@ -1,4 +1,4 @@
-"""The canary's verdict."""
+"""The comparison of an engine's log-probs of the canary, a short text, with the trainer's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flash.weights.versions import check_canary
 
 
 def check(observed: list[float], tolerance: float = 1e-4) -> float:
+    """Compare an engine's log-probs with −1 and −2, the trainer's, and return the mean difference."""
     canary = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0], tolerance=tolerance)
     return check_canary(canary, observed, engine=3, version=8)
 
@@ -33,7 +34,7 @@ def test_the_mean_the_worst_position_both_values_and_the_tolerance_are_named() -
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_no_finite_number_never_passes(wrong: float) -> None:
+def test_a_log_prob_that_is_not_finite_never_passes(wrong: float) -> None:
     with pytest.raises(WeightsError, match="position 1"):
         check([wrong, -2.0], tolerance=1e9)
 

@@ -10,12 +10,14 @@ import sys
 
 import pytest
 
+# Process in the role of the node loop: it starts the code of its argument, and prints the id of that process.
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE, text=True)
 print(child.pid, child.stdout.readline(), flush=True)
 child.wait()
 """
+# Process in the role of an engine: it follows the process whose id it is given, prints a line, and waits.
 CHILD = """
 import os, sys, threading
 from flash.weights.engine_process import follow
@@ -26,6 +28,7 @@ threading.Event().wait()
 
 
 def ended(descriptor: int) -> bool:
+    """Return True if the process behind a pidfd ends within 20 seconds."""
     return bool(select.select([descriptor], [], [], 20)[0])
 
 

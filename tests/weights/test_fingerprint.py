@@ -1,4 +1,4 @@
-"""The fingerprint of weights: what it sees, what it does not, and what an engine is held to."""
+"""The fingerprint of weights: changes that it detects, layouts that it ignores, and the check of loaded engines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return random weights of queries, keys, values and a norm."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 48), (16, 48), (16, 48), (48,)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def sums(*tensors: Tensor) -> list[int]:
+    """Return the fingerprint of these tensors together."""
     fingerprint = Fingerprint()
     for tensor in tensors:
         fingerprint.add(tensor)
@@ -33,7 +35,7 @@ def sums(*tensors: Tensor) -> list[int]:
 
 
 @DTYPES
-def test_what_an_engine_does_to_the_layout_does_not_matter(dtype: torch.dtype) -> None:
+def test_the_layout_of_weights_in_an_engine_does_not_matter(dtype: torch.dtype) -> None:
     query, key, value, norm = weights(dtype)
     whole = sums(query, key, value, norm)
     assert sums(norm, torch.cat([query, key, value])) == whole, "fused"
@@ -65,7 +67,7 @@ def test_a_tensor_of_many_chunks_has_the_sums_of_its_parts() -> None:
     assert sums(large) == pieces.sums
 
 
-def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
+def test_every_backend_announces_the_fingerprint_of_the_published_tensors() -> None:
     tensors = [("a", weights()[0]), ("b", weights()[3])]
     expected = sums(*(tensor.bfloat16() for _, tensor in tensors))
     staged = Fingerprint()
@@ -81,10 +83,11 @@ def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
 
 
 def check(held: LoadedWeights, published: int, *workers: int, version: int = 1) -> None:
+    """Check an engine whose workers have these fingerprints, where `published` is the published one."""
     held.check([published, 0], [[one, 0] for one in workers], engine=2, version=version)
 
 
-def test_an_engine_that_held_what_was_published_must_go_on_to() -> None:
+def test_an_engine_that_held_the_published_weights_must_hold_each_later_version() -> None:
     held = LoadedWeights()
     check(held, 5, 5)
     check(held, 6, 6)
@@ -95,7 +98,7 @@ def test_an_engine_that_held_what_was_published_must_go_on_to() -> None:
         check(held, 7, 8)
 
 
-def test_an_engine_whose_weights_have_another_form_must_change_them_with_the_published_ones() -> None:
+def test_the_fingerprints_of_other_engines_must_change_with_the_published_one() -> None:
     held = LoadedWeights()
     check(held, 5, 50, 51)
     check(held, 6, 60, 61)

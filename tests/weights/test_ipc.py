@@ -14,18 +14,22 @@ TENSORS = [("a", torch.ones(2, 3)), ("b", torch.arange(4))]
 
 
 class FakeExporter:
-    """A GPU of a shared node. `others` are the handles of the other ranks."""
+    """Exporter of a rank without a GPU: the handle of a tensor is its name."""
 
     def __init__(self, gpu: str, others: list[IpcHandles]) -> None:
+        """Take the id of this rank's GPU, and the handles that the other ranks would give."""
         self.gpu = gpu
         self.others = others
         self.exported: list[weakref.ref[torch.Tensor]] = []
+        """Weak reference to the first copy of each exported version."""
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
+        """Return the handles of this rank's tensors."""
         self.exported.append(weakref.ref(tensors[0][1]))
         return [{self.gpu: (name,)} for name, _ in tensors]
 
     def gather(self, handles: IpcHandles) -> list[IpcHandles]:
+        """Return the handles of all ranks."""
         return [handles, *self.others]
 
 

@@ -20,7 +20,7 @@ from flash.weights.tcp import MAX_UNPROVEN, WeightServer, WeightSource, pull
 
 @pytest.fixture
 def idle() -> Iterator[Callable[[WeightSource], socket.socket]]:
-    """Connects and says nothing, until the end of the test."""
+    """Yield a function that connects to a server, and keeps the connection silent until the end of the test."""
     with ExitStack() as stack:
 
         def call(source: WeightSource) -> socket.socket:
@@ -30,12 +30,14 @@ def idle() -> Iterator[Callable[[WeightSource], socket.socket]]:
 
 
 def serve(stack: ExitStack, prove_s: float) -> WeightSource:
+    """Serve a tensor of four ones until the stack ends. A worker has `prove_s` seconds to prove the token."""
     server = WeightServer("127.0.0.1", prove_s, 5.0)
     stack.callback(server.close)
     return server.hold(1, make_image([("weight", torch.ones(4))]))
 
 
 def fetch(source: WeightSource) -> list[float]:
+    """Pull the tensor of `serve` as a worker that knows the token does."""
     return dict(pull(source))["weight"].tolist()
 
 
@@ -63,7 +65,7 @@ def test_running_out_of_descriptors_does_not_end_the_server(
     assert "no connections are taken for 0.5 s" in caplog.text
 
 
-def test_more_strangers_than_allowed_end_the_oldest_and_no_pull(
+def test_too_many_unproven_connections_end_the_oldest_and_no_pull(
     idle: Callable[[WeightSource], socket.socket],
 ) -> None:
     before = threading.active_count()
@@ -78,7 +80,7 @@ def test_more_strangers_than_allowed_end_the_oldest_and_no_pull(
             time.sleep(0.01)
 
 
-def test_a_byte_now_and_then_does_not_stretch_the_time_for_a_proof(
+def test_a_byte_now_and_then_does_not_extend_the_time_for_a_proof(
     idle: Callable[[WeightSource], socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from flash.weights.rounds import Round, RoundPlanner
 
 GATHER_S = 2.0
+"""Seconds for which a round waits for known workers."""
 
 
 def served(planner: RoundPlanner, version: int, *members: str, now: float = 0.0) -> Round:
@@ -40,7 +41,7 @@ def test_the_same_workers_keep_their_group_from_version_to_version() -> None:
     assert served(planner, 2, "b", "a") == Round(1, 2, ("a", "b"), 0)
 
 
-def test_a_round_waits_for_those_who_lack_the_version_and_no_longer_than_that() -> None:
+def test_a_round_waits_for_known_workers_that_lack_the_version() -> None:
     planner = RoundPlanner(GATHER_S)
     together(planner, 1, "a", "b")
     planner.request("a", 2, 0, 10.0)
@@ -49,7 +50,7 @@ def test_a_round_waits_for_those_who_lack_the_version_and_no_longer_than_that() 
     assert planner.wait_s(11.0) == 0.0
 
 
-def test_one_that_never_comes_again_is_waited_for_once() -> None:
+def test_a_worker_that_is_gone_delays_one_round_only() -> None:
     planner = RoundPlanner(GATHER_S)
     together(planner, 1, "a", "b")
     planner.request("a", 2, 0, 10.0)
@@ -59,14 +60,14 @@ def test_one_that_never_comes_again_is_waited_for_once() -> None:
     assert served(planner, 3, "a", now=20.0).epoch == 2
 
 
-def test_one_that_comes_between_versions_waits_for_nobody_and_is_of_the_next_round() -> None:
+def test_a_worker_that_joins_between_versions_gets_a_round_of_its_own() -> None:
     planner = RoundPlanner(GATHER_S)
     together(planner, 1, "a", "b")
     assert served(planner, 1, "c").members == ("c",)
     assert served(planner, 2, "a", "b", "c") == Round(3, 2, ("a", "b", "c"), 0)
 
 
-def test_a_round_that_a_member_leaves_is_broken_and_begins_again_where_the_last_of_the_others_was() -> None:
+def test_a_round_that_a_member_leaves_fails_and_continues_at_the_first_missing_piece() -> None:
     planner = RoundPlanner(GATHER_S)
     for member in "abc":
         planner.request(member, 1, 0, 0.0)
@@ -94,6 +95,9 @@ def test_a_broken_group_is_not_kept_for_the_same_members() -> None:
     assert served(planner, 3, "a", "b").epoch == 3
 
 
+# Pairs of an event and the number of a worker. ask: it requests the newest version. got: it reports the whole version.
+# again: it requests again during its round. leave: its connection ends. publish: there is a newer version. wait: time
+# passes.
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["ask", "ask", "got", "again", "leave", "publish", "wait"]), st.integers(0, 4)),
     max_size=80,
@@ -101,13 +105,15 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whoever_asks_is_in_a_round_or_has_left_and_an_epochs_members_never_change(
+def test_each_request_leads_to_a_round_and_the_members_of_an_epoch_never_change(
     events: list[tuple[str, int]],
 ) -> None:
     planner, now, version = RoundPlanner(GATHER_S), 0.0, 1
+    # The version that each worker has, the time since which each waits, and the members of each epoch.
     has, waits, epochs = dict[str, int](), dict[str, float](), dict[int, tuple[str, ...]]()
 
     def begin() -> None:
+        # Begin all rounds that can begin now, and check that nobody has waited too long.
         while planner.wait_s(now) <= 0:
             assert not planner.unfinished
             turn = planner.begin()

@@ -1,4 +1,4 @@
-"""The tcp backend without an engine: what was published is what is pulled, or an error says why not."""
+"""The tcp backend without an engine: pulled tensors equal the published ones, or a typed error gives the reason."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 @pytest.fixture
 def publisher() -> Iterator[HostPublisher]:
+    """Yield the publisher of rank 0, for engines in bfloat16."""
     publisher = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
     yield publisher
     publisher.close()
@@ -33,22 +34,26 @@ def publisher() -> Iterator[HostPublisher]:
 
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
+    """Yield a server to which a test gives its own images."""
     server = WeightServer("127.0.0.1", 5.0, 5.0)
     yield server
     server.close()
 
 
 def publish(publisher: HostPublisher, version: int, tensors: Tensors) -> WeightSource:
+    """Publish a version, and return the source that engines would be told."""
     return WeightSource(**decode_update(offered(publisher, version, tensors).update_info).update)
 
 
 def offered(publisher: HostPublisher, version: int, tensors: Tensors) -> Offer:
+    """Publish a version, and return the publisher's offer."""
     offer = publisher.publish(version, iter(tensors))
     assert offer is not None
     return offer
 
 
 def some_tensors() -> Tensors:
+    """Return tensors of many forms; the last one is sent in several chunks."""
     return [
         ("matrix", torch.randn(7, 5)),
         ("transposed", torch.randn(3, 4).t()),
@@ -107,7 +112,7 @@ def test_a_worker_refuses_a_trainer_without_the_token(server: WeightServer) -> N
         list(pull(source))
 
 
-def test_a_trainer_tells_a_worker_without_the_token_nothing(server: WeightServer) -> None:
+def test_a_trainer_sends_nothing_to_a_worker_without_the_token(server: WeightServer) -> None:
     source = server.hold(1, make_image([("weight", torch.ones(4))]))
     with socket.create_connection((source.host, source.port), timeout=5) as connection:
         connection.sendall(MAGIC + bytes(NONCE_BYTES))
@@ -143,13 +148,14 @@ def test_the_other_ranks_take_part_in_the_gather_and_offer_nothing() -> None:
 
 @pytest.fixture
 def deltas() -> Iterator[HostPublisher]:
+    """Yield the publisher of rank 0 that sends changes to workers which hold the version before."""
     publisher = HostPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, partial(WeightServer, deltas=True))
     yield publisher
     publisher.close()
 
 
 def stepped(tensors: Tensors, share: float) -> Tensors:
-    """The next version: some elements of each tensor are others, and one tensor is another altogether."""
+    """Return the next version: this share of elements changes, and all elements of the tensor "matrix"."""
     return [
         (name, torch.where(torch.rand(one.shape) < (1.0 if name == "matrix" else share), one + 1, one))
         for name, one in tensors
@@ -157,12 +163,13 @@ def stepped(tensors: Tensors, share: float) -> Tensors:
 
 
 def exact(pulled: dict[str, torch.Tensor], tensors: Tensors) -> bool:
+    """Return True if the pulled tensors equal the published ones in the engines' dtype, in the same order."""
     return list(pulled) == [name for name, _ in tensors] and all(
         torch.equal(pulled[name], one.bfloat16() if one.is_floating_point() else one) for name, one in tensors
     )
 
 
-def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas: HostPublisher) -> None:
+def test_a_worker_that_holds_the_version_before_gets_only_changes(deltas: HostPublisher) -> None:
     tensors, held = some_tensors(), TcpReceiver()
     whole = offered(deltas, 0, tensors).sent_bytes
     assert exact(dict(pull(publish(deltas, 1, tensors), held.receive)), tensors)
@@ -170,14 +177,14 @@ def test_a_worker_that_holds_the_version_before_is_sent_what_has_changed(deltas:
         tensors = stepped(tensors, 0.01)
         given = dict(pull(publish(deltas, version, tensors), held.receive))
         assert exact(given, tensors)
-        for one in given.values():  # what the model does with it is its own affair
+        for one in given.values():  # a model may write to the tensors that it gets
             one.view(-1)[:1] = 7
     tensors = stepped(tensors, 0.01)
     assert offered(deltas, 6, tensors).sent_bytes < 0.05 * whole
     assert offered(deltas, 7, stepped(tensors, 1.0)).sent_bytes == whole
 
 
-def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: HostPublisher) -> None:
+def test_a_worker_that_missed_a_version_or_has_none_gets_whole_tensors(deltas: HostPublisher) -> None:
     tensors = some_tensors()
     late, new = TcpReceiver(), TcpReceiver()
     dict(pull(publish(deltas, 0, tensors), late.receive))
@@ -190,7 +197,7 @@ def test_who_missed_a_version_or_never_had_one_is_sent_all_of_it(deltas: HostPub
     assert all(exact(dict(pull(source, one.receive)), tensors) for one in (late, new))
 
 
-def test_changes_of_another_trainer_are_not_put_into_what_a_worker_holds(deltas: HostPublisher) -> None:
+def test_changes_of_another_trainer_are_not_applied_to_held_tensors(deltas: HostPublisher) -> None:
     """This happens after a restart of the trainer ranks, which publish the same version numbers again."""
     held, other = (
         TcpReceiver(),
@@ -221,7 +228,7 @@ def test_damaged_changes_are_refused_and_the_next_pull_is_whole(place: int) -> N
 
 
 @pytest.mark.parametrize("word", [b"\x81\xa4type\xa3As\xeb", b"\x81\xa1x" + b"\x91" * 9000, b"\xc1"])
-def test_a_word_that_cannot_be_read_is_a_transport_error(word: bytes) -> None:
+def test_a_message_that_cannot_be_decoded_is_a_transport_error(word: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(struct.pack("!I", len(word)) + word)
