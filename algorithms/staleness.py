@@ -9,7 +9,7 @@ trained token. The weight of a sample multiplies the loss of each of its tokens.
 So they change the influence of samples relative to each other, and leave the scale of the gradient to the learning
 rate. If all samples have the same age, nothing changes.
 
-Learning rate by lag: `flash.trainer.optimizer.LagLimiter` calls `Lag.scale` before each update. The rate is reduced by
+Learning rate by lag: `flash.trainer.lag.LagLimiter` calls `Lag.scale` before each update. The rate is reduced by
 how far the policy has moved away from the policies that sampled.
 
 Shape legend: B = samples of the batch that have a trained token.

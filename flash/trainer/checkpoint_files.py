@@ -76,13 +76,13 @@ class Manifest(msgspec.Struct, frozen=True):
     extras: tuple[str, ...] = ()
     """Parts beside the policy, by the names of `EXTRAS`; one entry per critic."""
     rates: dict[int, float] = {}
-    """Mean learning rate of each of the last versions, for `flash.trainer.optimizer.LagLimiter.rates`; empty without
+    """Mean learning rate of each of the last versions, for `flash.trainer.lag.LagLimiter.rates`; empty without
     `algorithm.lag`."""
     scales: tuple[tuple[float, int], ...] = ()
     """For the policy and each critic, the loss scale and the number of finite updates since it last changed
     (`flash.trainer.optimizer.LossScale`)."""
     apart: tuple[float, float] = (0.0, 0.0)
-    """Sums for the disagreement of engine and trainer: `flash.trainer.optimizer.LagLimiter.disagreement_sums`."""
+    """Sums for the disagreement of engine and trainer: `flash.trainer.lag.LagLimiter.disagreement_sums`."""
     base: tuple[int, ...] = ()
     """Fingerprint of the weights that adapters were trained on, because adapters fit no other weights; empty without
     adapters."""

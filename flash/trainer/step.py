@@ -46,6 +46,7 @@ from flash.config.check_learning import why_not_streamed
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.critic import Critic, critic_batch, critic_metrics
+from flash.trainer.lag import LagLimiter
 from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
 from flash.trainer.model.adapters import empty_policy, fill_policy, fingerprint_of
 from flash.trainer.model.canary import CanaryMaker, draw_canary
@@ -62,7 +63,7 @@ from flash.trainer.objective import (
     resolve_method,
     token_loss,
 )
-from flash.trainer.optimizer import LagLimiter, LossScale, apply_gradient, learning_rate, make_optimizer
+from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.performance import ModelArithmetic
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step, token_advantages
