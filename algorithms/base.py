@@ -120,7 +120,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def proximal_decay(self) -> float:
         """Share of the moving average of the weights that is kept at each step.
 
-        The trainer reads this at the end of each step if `proximal_policy` is `ewma`, and never otherwise.
+        The trainer reads this at the end of each step if `proximal_policy` is `ewma`, and never otherwise. A class that
+        does not define it raises TypeError.
         """
         raise TypeError(f"{type(self).__name__} does not define proximal_decay")
 
@@ -136,6 +137,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Args:
             log_ratio_N: logp − behaviour of each trained token under the weights just before the update.
             advantage_N: advantage of each of these tokens; 0 for a token that a correction rejects.
+
+        Raises:
+            TypeError: the class does not define this method.
         """
         raise TypeError(f"{type(self).__name__} does not define limit")
 
@@ -149,6 +153,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         on how the batch is cut into minibatches and micro-batches.
 
         `deviation_N`: σ of each trained token of the batch (`PackedTokens.deviation_T`).
+
+        Raises:
+            TypeError: the class does not define this method.
         """
         raise TypeError(f"{type(self).__name__} does not define bounds")
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from algorithms.base import PackedTokens
 
 Bound = Annotated[float, Meta(ge=0)]
+"""Bound of w, or of a product or mean of w."""
 
 
 class TokenTis(
@@ -171,6 +172,6 @@ def _accepted(tokens: PackedTokens, ratio_S: Tensor, low: float, high: float) ->
 
 
 def _ordered(low: float, high: float) -> None:
-    """Raise ValueError if the bounds are in the wrong order."""
+    """Raise ValueError if the bounds are in the wrong order. msgspec reports it to the user with the key."""
     if low > high:
         raise ValueError(f"expected low ≤ high, got {low:g} and {high:g}")

@@ -63,8 +63,9 @@ class Coupling(msgspec.Struct, frozen=True):
     """
 
     name: str
+    """Name of the comparison, from `_names`."""
     marked: float
-    """Mean over the marked tokens."""
+    """Mean over the marked tokens: plans, or tokens after plans, or anchors."""
     others: float
     """Mean over the tokens with which the marked tokens are compared."""
     tokens: int
@@ -98,9 +99,12 @@ class _Tokens(NamedTuple):
     """Tokens of all responses, one response after another."""
 
     plan_A: BoolArray
+    """True for the observed plans."""
     anchor_A: BoolArray
+    """True for the anchors."""
     entropy_A: FloatArray
     influence_A: FloatArray
+    """FAI of each token."""
     counted_A: BoolArray
     """True if some token of the response lies in the range over which FAI is averaged. Otherwise FAI is 0 by definition
     and is not counted."""

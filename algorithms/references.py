@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+"""Estimator of a KL divergence; the table above has the formulas."""
 
 
 class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

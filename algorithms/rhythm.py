@@ -39,8 +39,11 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 Credit = Literal["local", "global", "coupled"]
+"""Tokens whose advantages are multiplied (`Rhythm.credit`)."""
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+"""Number of tokens."""
 Share = Annotated[float, Meta(gt=0, le=1)]
+"""Share of the tokens of a response."""
 
 SLACK = 1e-9
 """Number that is subtracted before q · n is rounded up, because the float may be slightly more than a whole q · n."""
@@ -79,6 +82,7 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Largest distance in FAI, in tokens."""
 
     def __post_init__(self) -> None:
+        # msgspec reports the ValueError to the user, with the key of the configuration.
         if self.nearest > self.farthest:
             raise ValueError(f"expected nearest ≤ farthest = {self.farthest}, got {self.nearest}")
 

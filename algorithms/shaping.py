@@ -37,6 +37,7 @@ class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Full penalty: the number that is subtracted from the reward of a response of `limit` tokens or more."""
 
     def __post_init__(self) -> None:
+        # msgspec reports the ValueError to the user, with the key of the configuration.
         if self.buffer > self.limit:
             raise ValueError(f"expected buffer ≤ limit = {self.limit}, got {self.buffer}")
 

@@ -73,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
     skipped_steps: int
     """Number of optimizer updates left out so far: `Trainer.skipped_steps`."""
     files: list[FileEntry]
+    """Every file of the checkpoint except the manifest itself."""
     extras: tuple[str, ...] = ()
     """Parts beside the policy, by the names of `EXTRAS`; one entry per critic."""
     rates: dict[int, float] = {}

@@ -110,6 +110,7 @@ class Critic:
         self._config, self.mesh = config.critic, mesh
         self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
         self._max_grad_norm = config.train.max_grad_norm
+        # `eval` turns dropout off; it does not turn gradients off.
         self.model = ValueModel(_backbone(config, mesh)).eval()
         fully_shard(self.model, mesh=mesh.fsdp, offload_policy=mesh.offload_policy, reshard_after_forward=False)
         rate = self._config.learning_rate
@@ -117,6 +118,7 @@ class Critic:
         train = msgspec.structs.replace(config.train, learning_rate=rate, optimizer="adamw")
         self.optimizer = make_optimizer(self.model, train)
         self.scale = LossScale(config.model.dtype)
+        """Factor of the loss in float16; 1 in other dtypes."""
         self.sums = torch.zeros(7, dtype=torch.float64, device=mesh.device)
         """Sums over the trained tokens of this rank since the last call of `critic_metrics`: of 1 (the count), loss, V,
         R, R², R − V and (R − V)², where V is the value at the start of the step and R the return."""

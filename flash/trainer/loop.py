@@ -64,8 +64,8 @@ class TrainerLoop:
         self._meter = StepMeter(trainer.mesh)
         # Blocks of work since the last report to the hub. The run's pages draw each as a bar of the timeline.
         self._activities: list[Activity] = []
-        self._published_bytes = 0
-        self._saved_version = -1
+        self._published_bytes = 0  # bytes of the newest version that are sent to each engine worker, on rank 0
+        self._saved_version = -1  # version of the last checkpoint that this process took part in; -1: none
 
     def run(self) -> None:
         """Train one step after another, until the hub ends training for all ranks.
@@ -175,7 +175,8 @@ class TrainerLoop:
 
         def write_hub_state(file: Path) -> FileEntry:
             # The hub writes its state into the folder of the checkpoint, and replies with size and checksum. If the
-            # file here has another size, the hub wrote elsewhere: it must share the run directory with this rank.
+            # file here has another size, the hub wrote elsewhere: it must share the run directory with this rank. The
+            # CheckpointError is then raised on all ranks by `checkpoint.save`.
             kept = self._hub.call(p.SnapshotRequest(), waits.kept_s(self._config))
             if (found := file.stat().st_size) != kept.size:
                 raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")

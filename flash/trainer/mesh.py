@@ -55,7 +55,9 @@ class TrainerMesh:
     groups."""
 
     device: torch.device
+    """Device on which this rank computes."""
     parallel: ParallelConfig
+    """Sizes of the tensor, context and expert groups."""
     fsdp: DeviceMesh
     """Ranks over which parameters are sharded, this rank among them."""
     data: dist.ProcessGroup

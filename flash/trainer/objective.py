@@ -55,11 +55,15 @@ class Method(NamedTuple):
     """
 
     estimator: Advantage
+    """Estimator of advantages."""
     aggregation: Aggregation
+    """Way to sum the losses of tokens."""
     proximal: Proximal
+    """Source of the proximal policy's log-probs."""
     critics: int
     """Number of critics; 0 if the estimator needs none."""
     critic_target: CriticTarget
+    """Regression target of the critics; not used without critics."""
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:

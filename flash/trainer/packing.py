@@ -456,7 +456,7 @@ def _action_positions(sequence: _Sequence) -> Int64Array:
 
 
 class SequenceRow(NamedTuple):
-    """Token sequences one after another, without samples or a loss; has the form of `PackedSequences`."""
+    """Token sequences one after another, without samples or a loss; `PackedSequences` explains the fields."""
 
     input_P: Int64Array
     position_P: Int64Array

@@ -108,6 +108,7 @@ class ModelArithmetic:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """Count the weights of a model, which must not be divided over ranks yet: the counts are of whole tensors."""
+        # `experts` is the number of experts of a layer, 0 without any; `share` is the share that a token is sent to.
         experts, share = routed_share(model)
         output: Any = model.get_output_embeddings()
         # Embeddings are not counted, since a lookup multiplies nothing. The output layer is counted on its own, and may
@@ -167,8 +168,9 @@ class StepMeter:
     def __init__(self, mesh: TrainerMesh) -> None:
         self._mesh = mesh
         self._cuda = mesh.device.type == "cuda"
+        # Peak FLOP/s of this rank's card; 0 if it is unknown, or on a CPU.
         self._peak = (peak_flops(torch.cuda.get_device_name()) or 0.0) if self._cuda else 0.0
-        self._begun = 0.0
+        self._begun = 0.0  # time of `begin`, in seconds of `perf_counter`
 
     def begin(self) -> None:
         """Begin to measure a step. On a GPU, torch's record of the largest allocated memory is reset."""
@@ -237,8 +239,8 @@ class StepProfiler:
         self._file = folder / TRACES / f"rank-{rank}.json.gz"
         self._rank = rank
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._profiler: Any = None
-        self._bar: Any = None
+        self._profiler: Any = None  # torch's profiler while it records; None otherwise
+        self._bar: Any = None  # the bar of the step that is being recorded; None otherwise
 
     def begin_step(self, step: int) -> None:
         """Begin a step: start recording at the first of the steps to record, and write the trace after the last one.

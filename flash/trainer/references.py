@@ -111,8 +111,8 @@ def forward_passes(
     nothing: list[Tensor | None] = [None] * len(micro_batches)
 
     def logprobs(model: PreTrainedModel | None, *, routed: bool = True) -> list[Tensor | None]:
-        # Return the log-probs of all micro-batches under a model. With `routed`, a mixture of experts uses the experts
-        # that the engine chose when it sampled, if the samples come with them.
+        # Return the log-probs of all micro-batches under a model; None for each if there is no model. With `routed`, a
+        # mixture of experts uses the experts that the engine chose when it sampled, if the samples come with them.
         if model is None:
             return nothing
         found: list[Tensor | None] = [

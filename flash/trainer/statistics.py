@@ -254,7 +254,9 @@ class StepStatistics:
 
         The mismatch compares engine and trainer at equal weights, so it is over tokens of the current version. Without
         such tokens it is over all tokens, and then also contains the policy's drift since the tokens were sampled.
-        `ess` is Kish's effective sample size of the weights w, as a share of the tokens.
+        `ess` is Kish's effective sample size of the weights w, as a share of the tokens. Each statistic of the
+        objective becomes three metrics: mean, minimum and maximum. Only the mean of `clipped` is kept, as
+        `clip_fraction`.
 
         Args:
             minibatches: number of minibatches of the batch.
@@ -303,8 +305,9 @@ class BatchCounts:
 
     def __init__(self) -> None:
         self._rewards: list[np.ndarray] = []
+        # Numbers of tokens: of the samples, packed, computed (`StepPlan`), sampled by the policy, and trained.
         self._tokens = self._packed = self._computed = self._actions = self._trained = 0
-        self._ages: list[int] = []
+        self._ages: list[int] = []  # trained tokens of age 0, 1, …
 
     def add(self, shard: Shard, plan: StepPlan) -> None:
         """Add one round."""

@@ -313,7 +313,8 @@ class Trainer:
         The loss of each micro-batch also goes into `minibatch.kept` and the statistics of `step`. `version` is the
         version that the step trains.
         """
-        # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch.
+        # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch. A method
+        # with limits is not streamed, so the part is then the whole minibatch.
         limit = self._limit(part.plan, part.inputs, version, updated=step.updates > 0)
         minibatch.add(part)
         minibatch.kept += [

@@ -91,6 +91,7 @@ class VersionRefused(msgspec.Struct, frozen=True, tag=True):
     """Refusal of a request: the trainer does not hold the version any more."""
 
     error: str
+    """Reason, as a sentence for the worker's error message."""
 
 
 class RoundOrder(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +108,7 @@ class RoundOrder(msgspec.Struct, frozen=True, tag=True):
     first: int
     """Number of the first piece that is sent."""
     piece_bytes: int
+    """Bytes of each piece except the last one, which may be shorter."""
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
@@ -152,6 +154,7 @@ class BroadcastServer(WeightServer):
         self.backend = backend
         self._piece_bytes = piece_bytes
         self._limit_s = timeout_s / SWAP_SHARE
+        """Time limit in seconds of forming a group, and of one broadcast."""
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._changed = threading.Condition()
         """Guards `_planner`, `_connections` and `_closing`; notified when one of them changes."""
@@ -164,7 +167,8 @@ class BroadcastServer(WeightServer):
         self._port = 0
         """Port at which the newest group met."""
         self._group: Broadcasts | None = None
-        """The open group; None before the first round and after a failed round."""
+        """The open group; None before the first round and after a failed round. Only the thread that broadcasts sets
+        it. Other threads may abort it at any time, which does nothing to a closed group."""
         super().__init__(host, prove_s, timeout_s)
         self._rounds = threading.Thread(target=self._run_rounds, name="flash-weights-rounds", daemon=True)
         self._rounds.start()

@@ -118,8 +118,11 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
+    """Name of the dtype in torch, such as `bfloat16`."""
     shape: list[int]
+    """Number of elements in each dimension; empty for a scalar."""
     nbytes: int
+    """Number of bytes of all elements."""
     crc32: int
     """CRC-32 of the bytes; 0 for a backend whose workers do not compare it."""
 

@@ -110,7 +110,10 @@ class HostPublisher:
         self._server = (serve or WeightServer)(host, prove_s, timeout_s) if rank == 0 else None
 
     def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
-        """Serve copies of `tensors` as `version`. `WeightPublisher.publish` explains arguments and result."""
+        """Serve copies of `tensors` as `version`. Returns what rank 0 must announce; None on other ranks.
+
+        `WeightPublisher.publish` explains the arguments.
+        """
         if self._server is None:
             for _ in tensors:  # iterate, because this gathers tensors: rank 0 would hang without this rank
                 pass
@@ -163,8 +166,9 @@ class IpcPublisher:
     def publish(self, version: int, tensors: NamedTensors) -> Offer | None:
         """Copy the tensors on this rank's GPU and export handles of the copies.
 
-        Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU. `version` is not
-        used: the caller adds the number to the announcement.
+        Rank 0 merges the handles of all ranks, so that each engine worker finds the handle of its GPU. The result is
+        what rank 0 must announce; None on other ranks. `version` is not used: the caller adds the number to the
+        announcement.
         """
         fingerprint = Fingerprint()
         # device=None: each copy stays on the GPU of its tensor.

@@ -80,6 +80,7 @@ class PullReply(msgspec.Struct, frozen=True):
     error: str | None = None
     """Message if the trainer does not hold the version any more."""
     manifest: bytes = b""
+    """Manifest of the version; empty with an error."""
     changes: bool = False
     """True if changes of the version that the worker holds follow, instead of whole tensors."""
 
@@ -93,6 +94,7 @@ class WeightSource:
 
     host: str
     port: int
+    """Port at which rank 0 of the trainer listens on `host`."""
     token: str
     """Secret that both sides prove, hexadecimal."""
     version: int
@@ -140,6 +142,7 @@ class WeightServer:
         self._token = new_token()
         self._lock = threading.Lock()
         self._images: dict[int, WeightImage] = {}
+        """Images that are served, by version."""
         self._changes: tuple[int, bytes, list[Changes | None]] | None = None
         """The newest version, the digest of the version before it, and the changes of each tensor between the two. None
         without deltas, and before there are two versions."""
@@ -318,7 +321,8 @@ class AuthenticatedListener:
         end = time.monotonic() + self._prove_s
 
         def set_timeout() -> None:
-            # The whole proof has one deadline, which a byte now and then does not extend.
+            # Limit the next call by the rest of `prove_s`, or raise if nothing is left. The whole proof has one
+            # deadline, which a byte now and then does not extend.
             seconds = end - time.monotonic()
             if seconds <= 0:
                 raise TransportError(f"no proof of the token within {self._prove_s:g} s")
@@ -329,6 +333,7 @@ class AuthenticatedListener:
             connection.sendall(data)
 
         def receive(count: int) -> bytes:
+            # Return exactly `count` bytes, or raise if the connection ends before.
             data = b""
             while len(data) < count:
                 set_timeout()
@@ -505,6 +510,7 @@ def receive_message(
 
     Raises:
         TransportError: the peer hung up, the message is longer than `max_bytes`, or it cannot be decoded.
+        OSError: the connection was lost, or the peer was silent for the connection's timeout.
     """
     (length,) = struct.unpack("!I", _receive(connection, 4))
     if length > max_bytes:

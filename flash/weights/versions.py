@@ -62,6 +62,7 @@ class LoadFailure(msgspec.Struct, frozen=True):
     are not the published bytes, so no engine can load this version. `failed`: any other error, such as a lost
     connection, which other engines may not have."""
     message: str
+    """Text of the worker's error."""
 
     @staticmethod
     def of(error: FlashError) -> LoadFailure:
@@ -102,6 +103,7 @@ class LoadedWeights:
 
     def __init__(self, *, exact: bool | None = None) -> None:
         self._exact = exact
+        # Fingerprints of the last version that passed: as published, and as each worker held it. Empty before that.
         self._published: list[int] = []
         self._held: list[list[int]] = []
 

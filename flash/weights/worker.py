@@ -68,6 +68,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         self.failure: LoadFailure | None = None
         """Reason why the last version could not be pulled; None if it could."""
         self.layer_sums: LayerSums = WeakKeyDictionary()
+        """Fingerprints of packed layers, for `WorkerExtension.flash_fingerprint`."""
 
     def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
         """Do nothing: every pull opens a connection of its own."""

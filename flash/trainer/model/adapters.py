@@ -131,7 +131,7 @@ def engine_tensors(model: nn.Module, lora: LoraConfig | None) -> Iterator[tuple[
 
     A version is the weights that `flash.trainer.loop` publishes after a step. A collective. Adapters get the names that
     peft uses in its files. B is multiplied by alpha / rank here and not in the engine, so that the engine holds the
-    published tensors bit for bit.
+    published tensors bit for bit. `lora` is None if the run trains all weights.
     """
     if lora is None:
         yield from named_full_tensors(model)

@@ -63,6 +63,7 @@ class CanaryText:
     """A text that the policy has sampled, equal on all ranks."""
 
     token_ids: list[int]
+    """Token ids of all short texts, one after another; the first token of each is given and not sampled."""
     exact: list[float]
     """Log-prob of each token but the first, in float32."""
 
@@ -126,6 +127,7 @@ def _draw_tokens(logits_BV: Tensor, generator: torch.Generator) -> Tensor:
     The index of the largest logit with added Gumbel noise has just this distribution. This also works with NaN logits,
     for which `CanaryMaker` then raises a clear error; torch's own function for sampling would fail on NaN.
     """
+    # A uniform number of 0 would give infinite noise.
     uniform_BV = torch.rand(logits_BV.shape, generator=generator).clamp(min=1e-20)
     return (logits_BV - (-uniform_BV.log()).log()).argmax(-1, keepdim=True)
 
@@ -168,6 +170,7 @@ class CanaryMaker:
         if not math.isfinite(self.rounding):
             raise ConfigError(_not_finite(text, dtype))
         self._configured = configured
+        # Mean size of the first log-probs, in nats, from which `canary` measures the growth of the tolerance.
         self._size = max(_mean_size(logprobs), MIN_SIZE)
         measured = max(ROUNDING_FACTOR * self.rounding, MIN_TOLERANCE[dtype])
         self.tolerance = measured if configured is None else configured

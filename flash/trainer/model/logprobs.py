@@ -433,7 +433,8 @@ def selected_logprobs(
 
     The product is computed in the dtype of its factors or, with `wide`, in float32. Everything after it is in float32
     (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The entropy has a
-    gradient only with `entropy_gradient`. `chunk_bytes` bounds the memory of the logits that exist at a time.
+    gradient only with `entropy_gradient`. `bias_V` is None for a layer without a bias. `chunk_bytes` bounds the memory
+    of the logits that exist at a time.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_TD, weight_VD, bias_V, target_T, temperature_T, kept, entropy_gradient, wide, change, chunk_bytes
@@ -557,7 +558,7 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
     """Return [C, V]: logits in float32 from factors of a smaller dtype.
 
     `model.head_dtype = "float32"` selects this. The logits are not rounded to the smaller dtype, in which close logits
-    would become equal. A GPU needs no copy of the factors for this; on a CPU they are cast.
+    would become equal. A GPU needs no copy of the factors for this; on a CPU they are cast. `bias_V` may be None.
     """
     if hidden_CD.is_cuda:
         logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)

@@ -212,6 +212,7 @@ class _StoredWeights:
             read = stored_tensors(config.path, model, self._shapes)
         except Exception as error:  # of any type, as in `load_model`
             raise _cannot_load(config, error) from error
+        # `read` returns one stored tensor by name. It is None if there are no usable safetensors files.
         self._read = load_model(config).state_dict().__getitem__ if read is None else read
 
     def read(self, name: str) -> Tensor:
@@ -321,7 +322,8 @@ def _shard(model: PreTrainedModel, mesh: TrainerMesh, policy: MixedPrecisionPoli
         _shard_experts(module, mesh, policy)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # Experts are in tensors of three dimensions, which FSDP shards by expert unless another dimension is given.
+        # Return the dimension along which FSDP shards a parameter; None: FSDP's default, the first one. Experts are in
+        # tensors of three dimensions, which would then be sharded by expert.
         # With fewer experts than ranks, some ranks would have no expert, and all ranks would gather padding instead.
         return None if parameter.dim() < 3 else _even_shard(parameter, ranks)
 
@@ -362,6 +364,7 @@ def _shard_experts(module: nn.Module, mesh: TrainerMesh, policy: MixedPrecisionP
     holders = mesh.experts["fsdp"]
 
     def placement(parameter: nn.Parameter) -> Shard:
+        # Return the dimension along which FSDP shards the experts, or raise the ConfigError of the docstring above.
         if (shard := _even_shard(parameter, holders.size())) is None:
             shape = tuple(parameter.shape)
             raise ConfigError(f"parallel.expert: {holders.size()} ranks cannot divide expert weights of shape {shape}")

@@ -94,6 +94,7 @@ class PackedRow(NamedTuple):
     row_P: Int64Array
     """Place in the row at which each token of the sequences is computed: `layout.row_P` on the host."""
     layout: PackedLayout
+    """Description of the whole row, for the attention of every layer."""
     routes_ULK: Tensor | None
     """int32: the experts that engines chose for each token; −1 if unknown. None: no engine reported experts."""
 
@@ -109,7 +110,7 @@ class PackedRow(NamedTuple):
         return PackedRow(row_slice.of(self.input_U), row_slice.of(self.position_U), self.row_P, layout, routes)
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
-        """Return this row with a callback for the attention of every layer."""
+        """Return this row with a callback for the attention of every layer; None: without one."""
         return self._replace(layout=msgspec.structs.replace(self.layout, watch=watch))
 
 

@@ -229,6 +229,7 @@ def _check_logits(model: PreTrainedModel) -> None:
         hook.remove()
         reshard(model)
     expected = apply_change(probe, layer.change)
+    # The tolerances cover rounding. Any known scale or cap would change the largest logits, `PROBE`, by far more.
     if changed.shape != expected.shape or not torch.allclose(changed.float(), expected, rtol=1e-4, atol=1e-5):
         raise changes_logits(model)
 
@@ -472,7 +473,7 @@ def _tensor(value: Any) -> Tensor | None:
 def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
     """Return True if a packed tensor equals the tensors of single sequences, concatenated along the token dimension.
 
-    Tensors whose shapes do not allow a comparison count as equal, since they show nothing.
+    Tensors whose shapes do not allow a comparison, and missing ones (None), count as equal, since they show nothing.
     """
     parts = [one for one in alone if one is not None]
     if packed is None or len(parts) != len(alone):
@@ -480,7 +481,7 @@ def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
     for dim in range(packed.dim()):
         lengths = [part.shape[dim] for part in parts if part.dim() == packed.dim()]
         others = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
-        # In the token dimension, the lengths add up. The tolerance covers rounding.
+        # In the token dimension, the lengths add up. The tolerances cover rounding; a leak makes larger differences.
         if sum(lengths) == packed.shape[dim] and others == {packed.shape[:dim] + packed.shape[dim + 1 :]}:
             whole = torch.cat(parts, dim)
             return bool(torch.allclose(packed, whole, rtol=1e-2, atol=1e-3 * float(whole.abs().max())))

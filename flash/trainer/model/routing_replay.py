@@ -46,6 +46,7 @@ class RoutingReplay:
                 f"rollout.routing_replay: {type(model).__name__.removeprefix('FSDP')} has no layer that is known to "
                 "choose experts; leave it out"
             )
+        # Experts for the next pass; None: the routers' own choice.
         self._routes_ULK: Tensor | None = None
         self.verifies = False
         """True to intercept `torch.topk` also in a pass without routes. The check at the start sets it, to learn
@@ -83,12 +84,14 @@ class RoutingReplay:
         open_modes: list[_GivenTopK] = []
 
         def begin(module: nn.Module, args: Any) -> None:
+            # Intercept `torch.topk` from here on, with the routes of this router's layer.
             routes_UK = None if self._routes_ULK is None else self._routes_ULK[:, router.layer].long()
             if routes_UK is not None or self.verifies:
                 open_modes.append(_GivenTopK(routes_UK, router.experts))
                 open_modes[-1].__enter__()
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
+            # End the interception. torch calls this hook also after an error in the router.
             if open_modes:
                 mode = open_modes.pop()
                 mode.__exit__(None, None, None)
@@ -114,6 +117,7 @@ class _GivenTopK(TorchFunctionMode):
         super().__init__()
         self._routes_UK, self._experts = routes_UK, experts
         self.calls = 0
+        """Number of choices among all experts so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function of torch, and return its result or, for the choice of experts, the given experts."""

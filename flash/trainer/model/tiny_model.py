@@ -87,6 +87,7 @@ CONTEXT = 4096
 """Largest number of tokens of a sequence. A large number costs nothing with rotary embeddings."""
 
 PAD, EOS = "<pad>", "<eos>"
+"""Texts of the two tokens that are not characters: padding and end of text."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that concatenates the messages and drops their roles. So a chat of one message gives the same text as a
 prompt of the examples."""
@@ -398,7 +399,7 @@ def _warm_start(
     Raises:
         ConfigError: an example has a character that is not in the alphabet.
     """
-    # A change of this training needs a new `RECIPE`.
+    # A change of this training needs a new `RECIPE`. The β and the clip norm of 1 are usual values.
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
