@@ -16,6 +16,7 @@ from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9, 1 - 1e-13])
 """Shares of tokens to leave out. 0.29 · 100 is below 29 in floats, and the last one is almost 1, which is refused."""
+# Values of σ of the tokens of a batch, many of them equal.
 LEVELS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 

@@ -17,6 +17,7 @@ from algorithms.rhythm import Rhythm
 OPTIONS = Rhythm(top=0.1, nearest=1, farthest=5)
 NAMES = ["entropy at plans", "FAI at plans", "FAI 1 to 2 after plans", "anchors 1 to 2 after plans"]
 LENGTH = 120
+"""Tokens of a response of `planted`, of which `OPTIONS` makes 12 plans."""
 
 
 def steps_at(places: list[int], length: int) -> np.ndarray:

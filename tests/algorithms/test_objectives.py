@@ -185,6 +185,7 @@ def test_hooks_that_a_method_does_not_define_raise() -> None:
         Objective()(tokens)
 
 
+# Pairs of an objective's name and options that must be refused.
 OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
     *[
         (name, bad)

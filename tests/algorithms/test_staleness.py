@@ -16,6 +16,7 @@ from algorithms.staleness import ExponentialStaleness, Lag, LinearStaleness, NoS
 
 CASES: list[Staleness] = [NoStaleness(), ExponentialStaleness(decay=0.8), LinearStaleness()]
 ALL = pytest.mark.parametrize("staleness", CASES, ids=repr)
+# Ages of the samples of a batch, in versions.
 AGES = [0.0, 3.0, 1.0, 1.0, 4.0]
 
 

@@ -29,18 +29,24 @@ from flash.trainer.step import Trainer
 from tests.trainer.parallel_ranks import TABLES
 from tests.trainer.trainer_cases import aged_shard, local, make_config, make_shard, part_of
 
+# Tables of the configuration: adapters, Muon, and activations that are computed again in the backward pass.
 LORA, MUON = {"lora": {"rank": 2}}, {"train": {"optimizer": "muon"}}
 AGAIN = {"train": {"activation_checkpointing": True}}
 ALL = {"tensor": 2, "context": 4, "expert": 16}
+"""Sizes of groups in a layout that divides layers, rows and experts."""
 
 
 class Case(NamedTuple):
     """A layout of a number of ranks, and the ranks of it that are run."""
 
     ranks: int
+    """Number of ranks of the layout."""
     kind: str
+    """Kind of the model, the name of its folder."""
     parallel: dict[str, int]
+    """Table `[parallel]`: sizes of the groups of ranks."""
     tables: dict[str, Any]
+    """Other tables of the configuration."""
     some: tuple[int, ...] = (0, 1, 9, 63)
     """Ranks that are run: the first, its neighbour, another, and the last, which may have no part of a small weight."""
 

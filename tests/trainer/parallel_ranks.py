@@ -33,8 +33,11 @@ class Layout(NamedTuple):
     """Division of models of some kinds over a number of ranks."""
 
     ranks: int
+    """Number of ranks."""
     parallel: dict[str, int]
+    """Table `[parallel]`: sizes of the groups of ranks."""
     kinds: tuple[str, ...]
+    """Kinds of models that are trained in this layout."""
     offload: tuple[str, ...] = ()
     """Setting of `train.offload`."""
     others: bool = True
@@ -42,9 +45,11 @@ class Layout(NamedTuple):
 
 
 UNDIVIDED = Layout(1, {}, ())
+"""Layout of one process, whose results the other layouts must have."""
 DRAWN = "drawn"
 """Kind of model: a llama, some of whose tokens were drawn from a part of the vocabulary."""
 DENSE = tuple(kind for kind in TENSOR_PARALLEL_KINDS if kind not in EXPERT_COUNTS)
+"""Kinds without experts whose layers can be divided."""
 LAYOUTS = {
     "tensor": Layout(2, {"tensor": 2}, DENSE),
     "context": Layout(2, {"context": 2}, (DRAWN, "qwen3", "qwen3_moe")),
@@ -77,6 +82,7 @@ PLANNED = ("tensor, of 4", "expert, of 4", "experts over tensor groups", "all")
 """Layouts whose memory plans are tested."""
 ALONE = "alone"
 """Folder of the checkpoint that one process has saved."""
+# Tables of the configuration of a step with critics, a reference, corrections, weights by age and an entropy bonus.
 TABLES: dict[str, Any] = {
     "train": {
         "learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 80, "async_ratio": 2.0,

@@ -64,6 +64,7 @@ class Recipe:
     kl: Callable[[torch.Tensor, float], torch.Tensor] | None = None
     """Function from the log-probs under policy and reference to the KL term of a token's loss; None: no such term."""
     entropy_bonus: float = 0.0
+    """Factor of the entropy, which is subtracted from the loss."""
     scale: Callable[[Shard, list[Token], Token], float] = lambda shard, tokens, token: 1 / len(tokens)
     """Function for the weight of a token's loss. Its second argument is the list of tokens that were not rejected."""
 

@@ -31,6 +31,7 @@ from tests.trainer.trainer_cases import (
 )
 
 RANKS = 4
+"""Number of ranks that train each case."""
 DENSE, OTHER, EXPERTS = "dense", "other", "experts"
 """Folders of the models: two of the same kind with different weights, and a mixture of experts."""
 UNEVEN = [4, 3, 1, 5]
@@ -44,7 +45,10 @@ def by_group(shard: Shard) -> Shard:
 
 
 def continued_shard() -> Shard:
-    """Return `aged_shard` without the first two samples of its last group, which an earlier step has trained."""
+    """Return `aged_shard` without the first two samples of its last group, which an earlier step has trained.
+
+    The last group has the indices 8 to 12.
+    """
     shard = aged_shard()
     later = make_shard(
         [one.trajectory for one in shard.samples if one.index not in (8, 9)],
@@ -76,12 +80,16 @@ class Case(NamedTuple):
     """A step that is trained in rounds: its settings, its model and its batch."""
 
     tables: dict[str, dict[str, Any]]
+    """Tables of the configuration."""
     model: str = DENSE
+    """Folder of the policy's model."""
     shard: Callable[[], Shard] = aged_shard
+    """Function that makes the whole batch."""
     rounds: list[int] = UNEVEN
     """Number of samples of each round."""
 
 
+# Options of the cases below. With replay, the trainer uses the experts that the engine reported.
 REPLAY = {"rollout": {"routing_replay": True}}
 AVERAGE = {"options": {"proximal": "ewma"}}
 """Proximal policy with which minibatches can be streamed."""

@@ -37,6 +37,7 @@ from tests.trainer.trainer_cases import (
 )
 
 LORA = LoraConfig(rank=4, alpha=6.0)
+"""Options of the adapters. Alpha differs from the rank, so that a forgotten scale shows."""
 TABLE: dict[str, Any] = {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}
 TOKENS = [3, 17, 5, 29, 8, 11, 2, 33]
 """Token ids of a text whose log-probs are compared."""

@@ -41,6 +41,7 @@ from tests.trainer.trainer_cases import (
 
 GAMMA, LAM, BETA = 0.9, 0.8, 0.3
 """Discount γ, λ of GAE, and factor β of the entropy."""
+# Options of `[train]`: tokens of ages up to 8 are allowed, several micro-batches are needed, and nothing is clipped.
 TRAIN = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9}
 
 

@@ -35,6 +35,7 @@ from tests.full_disk import small_disk
 from tests.trainer.packed_cases import tiny
 from tests.trainer.trainer_cases import Rank, Trainer, kept, make_config, random_shard, state_of, weights_of
 
+# A tokenizer that exports need; its two tokens mean nothing.
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
 """State of the hub in the checkpoints of these tests."""
@@ -49,6 +50,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 CRITICS: dict[str, Any] = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-3}}
 """Tables of a run with two critics."""
 KEPT = EXTRAS | {"critics": CRITICS}
+"""Tables of all runs that keep more state than the policy's."""
 
 
 def trained(model: Path, steps: int, **tables: dict[str, Any]) -> Trainer:

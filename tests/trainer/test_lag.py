@@ -33,6 +33,7 @@ from tests.trainer.trainer_cases import (
     weights_of,
 )
 
+# Options of `[train]`: nothing is clipped, and tokens of `aged_shard` are young enough.
 TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
     "max_grad_norm": 1e9,

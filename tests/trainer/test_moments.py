@@ -14,6 +14,7 @@ from flash.trainer.optimizer import MOMENTS, OffloadedAdamW, make_optimizer
 
 TRAIN = TrainConfig(learning_rate=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
 SHAPES = ((40, 30), (7,))
+"""Shapes of the two parameters."""
 
 
 def weights() -> nn.ParameterList:

@@ -14,6 +14,7 @@ from flash.trainer.optimizer import make_optimizer, orthogonal
 from tests.trainer.trainer_cases import Trainer, gradient_of, make_config, random_shard, weights_of
 
 RATE = 1e-2
+"""Learning rate of all updates."""
 
 
 def polynomial(matrix: torch.Tensor) -> torch.Tensor:

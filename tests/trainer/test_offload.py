@@ -34,6 +34,7 @@ from tests.trainer.trainer_cases import (
 STEP = 3
 """Version that the first step of a test trains."""
 HOST: dict[str, Any] = {"offload": ["weights"]}
+"""Options of `[train]` that keep weights, gradients and moments on the host."""
 CASES: dict[str, dict[str, Any]] = {
     "clipped, run again": {"train": {"max_grad_norm": 0.1, "activation_checkpointing": True}},
     "critic, reference and average": {

@@ -35,6 +35,7 @@ TIED = ("uneven, token_mean", "adapters", "on the host", "decoupled critics")
 kept or read in another way."""
 Alone = Callable[[Path, str], tuple[Trainer, dict[str, float]]]
 """Function from a model's folder and a case to a trainer of one rank after the case's step, and the metrics."""
+# Mark of tests for which one kind of model is enough.
 UNTIED = pytest.mark.parametrize("ranks", ["untied"], indirect=True)
 
 

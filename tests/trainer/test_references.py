@@ -27,6 +27,7 @@ from tests.trainer.trainer_cases import (
     whole,
 )
 
+# Options of `[train]`: tokens of `aged_shard` are young enough, several micro-batches are needed, nothing is clipped.
 TRAIN = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9, "learning_rate": 1e-2}
 
 

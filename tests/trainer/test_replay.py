@@ -31,6 +31,7 @@ from tests.rollout.test_episode import CharTokenizer
 from tests.trainer.packed_cases import packed_batch, random_sequences, tiny
 from tests.trainer.trainer_cases import Trainer, make_config, make_shard, random_shard, relative_error, write_model
 
+# Kinds of models with experts, whose routers choose in different ways.
 KINDS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "minimax_m2"]
 
 

@@ -60,8 +60,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek, unlike widths": ("deepseek_v3", {"first_k_dense_replace": 2}),
 }
 OPTIONS = Rhythm(nearest=2, farthest=12)
+"""Rule with distances that fit into the short sequences of these tests."""
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 TABLE = {"nearest": 2, "farthest": 12}
+"""`OPTIONS` as a table of the configuration."""
 
 
 def micro_batch(shard: Shard) -> MicroBatch:

@@ -28,6 +28,7 @@ SIZES = [4, 3, 1, 5]
 """Number of samples of each group of `random_shard` and `aged_shard`: a round for each group."""
 
 
+# Tables of the configuration, by the name of the case.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"objective": "grpo"}},
     "dapo": {"algorithm": {"objective": "dapo"}},

@@ -17,6 +17,7 @@ from flash.run.models import make_missing_models
 from flash.trainer.model import tiny_model
 from flash.trainer.model.tiny_model import FINGERPRINT, changed_parts, is_current, make_tiny_model
 
+# A model that is made in a few seconds: three steps of warm start, which teach it nothing.
 SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
 ENV = "envs.arithmetic:Arithmetic"
 OPTIONS = {"digits": 2}

@@ -43,8 +43,11 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 TEXT = Grammar(text_tag(SCHEMA))
+"""Form of a response that is JSON of `SCHEMA`."""
 NUMBERS: Any = {**SCHEMA, "properties": {"at": SCHEMA["properties"]["at"]}, "required": ["at"]}
+# A tool that a response can call, in the format of chat templates.
 GO: Any = {"type": "function", "function": {"name": "go", "parameters": NUMBERS}}
+# Settings of sampling, by name.
 HOW = {
     "plain": Sampling(),
     "cold": Sampling(0.6),

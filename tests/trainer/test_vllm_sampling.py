@@ -26,10 +26,12 @@ from tests.trainer.packed_cases import sharded
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5, 6, 7, 8]
+"""Token ids of the prompt of all responses."""
 ROUNDING = 1e-5
 """Largest difference of a log-prob between engine and trainer at temperature 1. Both round logits to float32, and a
 temperature below 1 divides the difference by itself."""
 
+# Settings of sampling, by name.
 HOW = {
     "top_k": Sampling(top_k=5),
     "top_p": Sampling(top_k=40, top_p=0.6),
