@@ -232,6 +232,8 @@ def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.
 
     Pieces do not end where tensors end, so `join_pieces` builds the tensors again. The last piece may be shorter.
     """
+    # `skip`: bytes before the first piece that are still to be passed. `left`: bytes in pieces that are not yet yielded.
+    # Each piece gets memory of its own, because the receiver of a yielded piece may still use it.
     skip = first * piece_bytes
     left = sum(map(len, image.payloads)) - skip
     piece, filled = torch.empty(min(piece_bytes, left), dtype=torch.uint8, device=device), 0
@@ -251,7 +253,10 @@ def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.
 def join_pieces(
     lines: Iterable[TensorMeta], pieces: Iterator[Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor for each line of a manifest, from pieces that hold all bytes in the manifest's order."""
+    """Yield name and tensor for each line of a manifest, from pieces that hold all bytes in the manifest's order.
+
+    The tensors are on `device`. A piece is requested only when its bytes are needed.
+    """
     piece = torch.empty(0, dtype=torch.uint8, device=device)
     for line in lines:
         flat, filled = torch.empty(line.nbytes, dtype=torch.uint8, device=device), 0

@@ -46,7 +46,7 @@ class Case(NamedTuple):
     parallel: dict[str, int]
     """Table `[parallel]`: sizes of the groups of ranks."""
     tables: dict[str, Any]
-    """Other tables of the configuration."""
+    """Tables of the configuration beside `[parallel]`."""
     some: tuple[int, ...] = (0, 1, 9, 63)
     """Ranks that are run: the first, its neighbour, another, and the last, which may have no part of a small weight."""
 

@@ -109,9 +109,10 @@ def row_index(slots: int, slot_N: Int64Array, row_N: Int64Array, device: torch.d
     contiguous = slice(int(row_M[0]), int(row_M[0]) + slots)
     if len(slot_N) < slots or not np.array_equal(row_M, np.arange(contiguous.start, contiguous.stop)):
         contiguous = None
+    # Sort the slots by their rows; `first` has the place in this order at which the slots of each row begin. The n-th
+    # slot of each row goes into round n.
     order = np.argsort(row_N, kind="stable")
     first = np.flatnonzero(np.diff(row_N[order], prepend=-1))
-    # The n-th slot of each row goes into round n.
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
     chosen = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
     rounds = [(to_device(slot_N[places], device), to_device(row_N[places], device)) for places in chosen]
