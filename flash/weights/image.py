@@ -232,7 +232,7 @@ def split_image(image: WeightImage, first: int, piece_bytes: int, device: torch.
 
     Pieces do not end where tensors end, so `join_pieces` builds the tensors again. The last piece may be shorter.
     """
-    # `skip`: bytes before the first piece that are still to be passed. `left`: bytes in pieces that are not yet yielded.
+    # `skip`: bytes before the first piece that are still to be passed. `left`: bytes of pieces that are still to come.
     # Each piece gets memory of its own, because the receiver of a yielded piece may still use it.
     skip = first * piece_bytes
     left = sum(map(len, image.payloads)) - skip
