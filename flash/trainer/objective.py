@@ -377,7 +377,7 @@ def _try_tokens(objective: Objective, log_ratio_T: Tensor) -> tuple[Tensor, Tens
             bounds=bounds,
         )
         output: Any = objective(tokens)
-    except BaseException as error:  # a user's objective may raise anything, and all of it is the objective's fault
+    except (Exception, SystemExit, GeneratorExit) as error:  # a user's objective may raise anything; Ctrl-C passes
         raise ConfigError(f"algorithm.objective: {type(objective).__name__} raised {describe_error(error)}") from error
     loss_T = _check_output(output, objective, mask_T).loss_T[mask_T]
     if not loss_T.requires_grad:

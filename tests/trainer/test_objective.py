@@ -22,6 +22,13 @@ class Raises(Objective, frozen=True):
         raise RuntimeError("size mismatch")
 
 
+class Interrupted(Objective, frozen=True):
+    """Objective during whose first call the user presses Ctrl-C."""
+
+    def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
+        raise KeyboardInterrupt
+
+
 class OneNumber(Objective, frozen=True):
     """Objective that returns its mean loss in place of a loss per token."""
 
@@ -71,6 +78,11 @@ def test_every_objective_passes(name: str, async_ratio: float) -> None:
 
 def test_masked_slots_may_hold_anything() -> None:
     tried(f"{__name__}:MaskedNan")
+
+
+def test_the_users_interrupt_is_not_reported_as_a_fault_of_the_objective() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tried(f"{__name__}:Interrupted")
 
 
 def test_an_objective_that_ignores_the_behaviour_policy_is_refused_for_old_samples() -> None:
