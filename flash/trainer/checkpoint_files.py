@@ -224,7 +224,9 @@ def hub_state(path: Path) -> Generator[memoryview]:
     Raises:
         CheckpointError: the file or the manifest is missing or damaged.
     """
-    check_files(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
+    if not (entries := [entry for entry in read_manifest(path).files if entry.path == HUB_STATE]):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {HUB_STATE}")
+    check_files(path, entries)
     with (
         (path / HUB_STATE).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,

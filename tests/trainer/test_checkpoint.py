@@ -375,6 +375,13 @@ def test_a_flipped_bit_is_refused_and_its_file_is_named(tied_model: Path, tmp_pa
         checkpoint.read_weights(path, trainer)
 
 
+def test_a_manifest_that_does_not_list_the_hub_state_is_damaged(tmp_path: Path) -> None:
+    manifest = checkpoint_files.Manifest(version=1, skipped_steps=0, files=[])
+    (tmp_path / checkpoint_files.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it does not list hub\.bin"):
+        state_of(tmp_path)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, trained(tied_model, 1), kept(HUB), keep=1)
     with pytest.raises(CheckpointError, match="cannot load"):
