@@ -180,7 +180,8 @@ def load_reference(config: Config, mesh: TrainerMesh, policy: PreTrainedModel) -
         name = min(own.items() ^ other.items())[0]
         raise ConfigError(
             f"algorithm.kl.refresh: the policy cannot become the reference {kl.reference}, whose {name} has the shape "
-            f"{tuple(other.get(name, ()))} and not {tuple(own.get(name, ()))}; leave one of the two out"
+            f"{tuple(other.get(name, ()))} and not {tuple(own.get(name, ()))}; "
+            "remove algorithm.kl.refresh or algorithm.kl.reference"
         )
     return reference
 

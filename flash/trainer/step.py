@@ -696,7 +696,7 @@ class _RunningMinibatch:
         return cls(assumed(plan.total_tokens), assumed(plan.total_sequences))
 
     def add(self, part: _Part) -> None:
-        """Count the next part."""
+        """Append a part, and add its tokens and sequences to the totals."""
         self.tokens += part.plan.total_tokens
         self.sequences += part.plan.total_sequences
         self.parts.append(part)

@@ -151,11 +151,12 @@ class WeightServer:
         self._listener = AuthenticatedListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: WeightImage, fingerprint: Sequence[int] = ()) -> WeightSource:
-        """Serve `image` as `version` from now on, and return the source to announce. Older images are dropped.
+        """Serve `image` as `version` from now on, and return the source to announce.
 
-        With deltas the method also finds the changes since the version before, and `newest_bytes` counts their bytes.
-        `fingerprint` is a part of the source; only the broadcast backends compare it. The trainer calls this in its
-        main thread, and the lock guards the attributes that the threads of connections read.
+        The images of the newest `VERSIONS_KEPT` versions are served, and older ones are dropped. With deltas the method
+        also finds the changes since the version before, and `newest_bytes` counts their bytes. `fingerprint` is a part
+        of the source; only the broadcast backends compare it. The trainer calls this in its main thread, and the lock
+        guards the attributes that the threads of connections read.
         """
         before = self._images[max(self._images)] if self._deltas and self._images else None
         changes: list[Changes | None] = [None] * len(image.payloads)

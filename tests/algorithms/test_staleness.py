@@ -136,7 +136,8 @@ def test_the_distance_settles_at_the_budget_where_updates_agree_in_their_directi
 
     The distance must settle at the budget, or at the lower bound of the rate if that moves the policy further.
     """
-    lag, g = Lag(budget=0.04), 0.2 * 3 / age
+    # With rates of 1, the distance would be (g · age)² = 0.36.
+    lag, g = Lag(budget=0.04), 0.6 / age
     rates = list[float]()
     for step in range(40 * age):
         old = min(step, age)
@@ -146,6 +147,7 @@ def test_the_distance_settles_at_the_budget_where_updates_agree_in_their_directi
         lags = [0.0] * age + [float(old)]
         rates.append(lag.scale(1.0, (g * moved) ** 2, counts, lags, way))
     held = (g * sum(rates[-age:])) ** 2
+    # The lower bound of the rate is 1 / (1 + age).
     floor = (g * age / (1 + age)) ** 2
     assert held == pytest.approx(max(0.04, floor), rel=1e-6)
     assert rates[-1] < 1

@@ -242,7 +242,7 @@ class RaggedPart:
         return scores.cap is None and (self.causal or self._window(scores) is None)
 
     def _options(self, scores: ScoreOptions) -> tuple[AttentionOptions, kernels.RaggedSequences]:
-        """Return the options of the kernel call, and the limits of the sequences with the window."""
+        """Return the options of the kernel, and this part's sequences as the kernel takes them, with their window."""
         return AttentionOptions(None, self.causal, scores.scale), self.sequences._replace(window=self._window(scores))
 
     def _window(self, scores: ScoreOptions) -> int | None:

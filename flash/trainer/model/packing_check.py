@@ -365,8 +365,9 @@ def _gradient_gap(model: PreTrainedModel, sequences: Sequence[Tensor]) -> tuple[
 
     A kind is the parameters with the same name in all layers. The difference is a norm, relative to the norm of the
     gradient without packing; infinite if the gradient of packed sequences is not finite. An empty name and 0 are
-    returned if there is nothing to compare. If the names show which parameters belong to attention, only these are
-    compared: rounding may send a token to another expert, which changes the gradients of both experts. A collective.
+    returned if there is nothing to compare. Sequences of more than `LONGEST_TRAINED` tokens are left out. If the names
+    show which parameters belong to attention, only these are compared: rounding may send a token to another expert,
+    which changes the gradients of both experts. A collective.
     """
     kinds: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():

@@ -148,8 +148,8 @@ def make_tiny_model(
     """Make the model and write it to `path`. An older tiny model in this folder is replaced.
 
     `progress` is called after each step of the warm start. On KeyboardInterrupt, the unfinished model is written, and
-    the interrupt is raised again. Nothing is written before the first step is done. A finished model of the same
-    options in `path` is kept, too.
+    the interrupt is raised again. Then nothing is written if no step is done, or if `path` already has a finished model
+    of the same options.
 
     Raises:
         ConfigError: `path` holds something else, the width is not a multiple of the head size, or the environment
