@@ -160,12 +160,12 @@ def test_the_scale_has_a_lower_bound_that_depends_on_the_lag() -> None:
 
 def test_without_lag_distance_or_movement_the_rate_stays_whole() -> None:
     lag = Lag(budget=1e-6)
-    assert lag.scale(RATE, 9.0, [5.0], [0.0], [0.0]) == 1.0, "tokens of the current version"
-    assert lag.scale(RATE, 9.0, [0.0, 5.0], [0.0, 1.0], [0.0, 0.0]) == 1.0, "nothing has moved the policy"
-    assert lag.scale(RATE, 0.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "it is where it was"
-    assert lag.scale(RATE, 0.0, [0.0, 0.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "no token"
-    assert lag.scale(0.0, 9.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "no rate to hold down"
-    assert lag.scale(RATE, math.nan, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the gradient says what is wrong"
+    assert lag.scale(RATE, 9.0, [5.0], [0.0], [0.0]) == 1.0, "all tokens are of the current version"
+    assert lag.scale(RATE, 9.0, [0.0, 5.0], [0.0, 1.0], [0.0, 0.0]) == 1.0, "no update has moved the policy"
+    assert lag.scale(RATE, 0.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the distance is 0"
+    assert lag.scale(RATE, 0.0, [0.0, 0.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "no trained token"
+    assert lag.scale(0.0, 9.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the scheduled rate is 0"
+    assert lag.scale(RATE, math.nan, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "a NaN has no limit here"
 
 
 def test_the_scale_takes_earlier_reductions_of_the_rate_into_account() -> None:

@@ -103,7 +103,7 @@ def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def names(run_dir: Path) -> list[str]:
-    """Return the names of all folders beside the checkpoints of a run, sorted."""
+    """Return the names of everything in a run's folder of checkpoints, sorted."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
