@@ -165,7 +165,7 @@ def test_without_lag_distance_or_movement_the_rate_stays_whole() -> None:
     assert lag.scale(RATE, 0.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the distance is 0"
     assert lag.scale(RATE, 0.0, [0.0, 0.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "no trained token"
     assert lag.scale(0.0, 9.0, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "the scheduled rate is 0"
-    assert lag.scale(RATE, math.nan, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "a NaN has no limit here"
+    assert lag.scale(RATE, math.nan, [0.0, 5.0], [0.0, 1.0], [0.0, RATE]) == 1.0, "NaN: the gradient's check reports it"
 
 
 def test_the_scale_takes_earlier_reductions_of_the_rate_into_account() -> None:
