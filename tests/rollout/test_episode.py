@@ -18,6 +18,7 @@ from flash.environment import EpisodeView, Said, wrap
 from flash.environment.interface import Expected, Spoken
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import ResponseRequest
+from flash.rollout.engine_state import OutageClock
 from flash.rollout.episode.episode import (
     EpisodePlayer,
     EpisodeProgress,
@@ -868,6 +869,43 @@ def test_law_1_waiting_for_other_episodes_is_under_the_deadline_of_the_episode(
     failure = fail(Env(end(1.0)), Script(say("a")), phases=Stuck())
     assert failure.outcome == outcome
     assert text in failure.message
+
+
+class Announcing(Env):
+    """An environment whose first response is sampled ahead."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self._episode = episode
+
+    async def reset(self, seed: int) -> Any:
+        self._episode.expect(Expected("first", "start", branch=0, responses=0))
+        self._episode.comes("first")
+        await anyio.sleep(0.1)
+        return "start", {}
+
+
+def test_an_outage_does_not_count_while_the_episode_waits_for_a_response_that_was_sampled_ahead() -> None:
+    async def scenario() -> None:
+        outages, requests = OutageClock(1000), list[ResponseRequest]()
+
+        class Restarting:
+            """A proxy whose only engine restarts while it samples a response."""
+
+            async def generate(self, request: ResponseRequest) -> Completion:
+                requests.append(request)
+                outages.begin()
+                await anyio.sleep(100)
+                outages.end()
+                return say("a")
+
+        env = Announcing(end(1))
+        settings = msgspec.structs.replace(SETTINGS, episode_s=10)
+        player = EpisodePlayer(lambda kind: env, CharTokenizer(), Restarting(), settings, Phases(), outages, now=now)
+        result = await player.play(LEASE, EpisodeProgress())
+        assert isinstance(result, Trajectory), result
+        assert len(requests) == 1, "the response was sampled ahead"
+
+    run_virtual(scenario)
 
 
 def test_closing_has_its_own_deadline_beside_that_of_the_episode() -> None:

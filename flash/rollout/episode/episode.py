@@ -402,22 +402,23 @@ class EpisodePlayer:
         transcript = state.transcript
         options, room = transcript.take_options(), transcript.tokens_left()
         most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
-        # A response that was sampled ahead is taken only if it answers exactly this prompt under these limits.
         format = transcript.branches[transcript.branch].format
         grammar = None if options.form is None else format.grammar(options.form)
+        # In an outage no engine of the node serves. The time of an outage does not count in the deadline of an episode
+        # that waits for a response, here and below. It counts while the episode waits for anything else, also if a
+        # response is sampled ahead meanwhile.
         if state.ahead is not None and options.name:
+            # A response that was sampled ahead is taken only if it answers exactly this prompt under these limits.
             expected = state.ahead.find(options.name, transcript.tokens, most, options.stop, grammar)
             if expected is not None:
-                return await state.ahead.take(expected), expected.start
+                with self._outages.extending(state.scope):
+                    return await state.ahead.take(expected), expected.start
         on_tokens = ignore_tokens
         if options.hear is not None:
             reader = format.start_reading(transcript.tokens, calling=options.calling)
             on_tokens = reader.forward_to(options.hear, len(transcript.tokens))
         request = state.new_request(list(transcript.tokens), most, options.stop, grammar, on_tokens)
         start = self._now()
-        # An outage is a time in which no engine of the node serves. An outage does not count in the deadline of an
-        # episode that waits for the engines here. It counts while a response is only sampled ahead, because the episode
-        # does not wait for that response.
         with self._outages.extending(state.scope):
             return await self._sample(state, request, lambda tokens: None), start
 
