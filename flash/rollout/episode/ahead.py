@@ -31,8 +31,8 @@ NewRequest = Callable[
     [list[int], int, tuple[str, ...], Grammar | None, Callable[[Sequence[int]], None]], ResponseRequest
 ]
 """Function that makes the next request of an episode. The arguments are the prompt, the largest number of new tokens,
-the texts that end the response, and a function that is called with new tokens. Requests are numbered in the order in
-which they are made."""
+the texts that end the response, the grammar that limits its tokens (None: no grammar), and a function that is called
+with new tokens. Requests are numbered in the order in which they are made."""
 
 SampleResponse = Callable[[ResponseRequest, Callable[[int], None]], Awaitable[Completion]]
 """Function that sends a request to the engines and returns the response. While tokens arrive, it calls its second
@@ -44,6 +44,7 @@ class ExpectedResponse:
 
     def __init__(self, name: str, request: ResponseRequest, start: float) -> None:
         self.name = name
+        """Name that the environment has given to the observation which the response answers (`Expected.name`)."""
         self.request = request
         self.start = start
         """Time of the request, in Unix seconds."""
@@ -104,7 +105,8 @@ class ResponsesAhead:
         transcript = self._transcript
         if not self._fits():
             return
-        # An observation that is certainly too large is not rendered, because that could take seconds.
+        # An observation that is certainly too large is not rendered, because that could take seconds. The tokenizer's
+        # own bound is slow to find the first time, so small observations do without it: a message counts as 1 token.
         if transcript.needs_thread(expected.observation, expected.tools):
             least = min_tokens(expected.observation, expected.tools, transcript.tokenizer.min_message_tokens)
             if least <= transcript.limits.max_length:
@@ -119,8 +121,9 @@ class ResponsesAhead:
     async def _expect_large(self, expected: Expected) -> None:
         """Render a large observation in a thread, then request the response.
 
-        Does nothing if the episode has reached the observation before, and requests no response if it reaches it during
-        the rendering: then the episode itself renders the observation, or requests the response.
+        If the episode has reached the observation before the rendering begins, this does nothing, because the episode
+        renders the observation itself. If the episode reaches it during the rendering, this requests no response,
+        because the episode requests it.
         """
         async with self._one_at_a_time, self._rendering:
             if expected.name not in self._to_render:
@@ -168,6 +171,7 @@ class ResponsesAhead:
         """Sample a response, and store it or the error that prevented it, which `take` raises."""
 
         def count(tokens: int) -> None:
+            """Add new tokens to the length of the response, which counts as lost if the episode does not take it."""
             response.tokens += tokens
 
         try:
@@ -186,7 +190,7 @@ class ResponsesAhead:
         """Return the response of this name if it is sampled ahead for exactly this request; None otherwise.
 
         The result is None, for example, if the environment has shown another observation under this name, or set other
-        options.
+        options. The parameters after `name` are fields of the `ResponseRequest` that the player would make.
         """
         wanted = (prompt, max_new_tokens, stop, grammar)
         for response in self._responses:
@@ -197,8 +201,10 @@ class ResponsesAhead:
         return None
 
     async def take(self, response: ExpectedResponse) -> Completion:
-        """Wait until a response that `find` returned is complete, and return it. The response then belongs to the
-        episode.
+        """Wait until a response that `find` returned is complete, and return it.
+
+        The response then belongs to the episode, also if its error is raised. If the caller is cancelled while it
+        waits, the response stays here, and `drop` counts its tokens.
 
         Raises:
             EngineError, DeadlineError: the response could not be sampled.

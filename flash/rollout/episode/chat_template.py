@@ -123,6 +123,8 @@ class _MessageForm(NamedTuple):
 class ChatTemplate:
     """The chat template of a model, with the arguments that it is given.
 
+    The parameter `tools` of the methods is the list of functions that the prompt offers to the policy; empty: none.
+
     Args:
         tokenizer: the transformers tokenizer that has the template.
         controls: the control tokens of the tokenizer. They render the template and encode its text.
@@ -518,7 +520,8 @@ class ChatTemplate:
     def _render(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], *, prompting: bool) -> TemplateText:
         """Return the text that the template writes for messages and tools.
 
-        `prompting`: True if the text ends with the beginning of an assistant's answer.
+        `shown`: the messages as the template takes them (`_in_form`). `prompting`: True if the text ends with the
+        beginning of an assistant's answer.
 
         Raises:
             EnvError: the tokenizer has no chat template, or the template refuses the messages or fails.
@@ -568,7 +571,10 @@ class ChatTemplate:
         return self._form
 
     def _shows(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], text: str) -> bool:
-        """Return True if the template accepts messages and writes `text`, which is in them."""
+        """Return True if the template accepts messages and writes `text`, which is in them.
+
+        `shown`: the messages as the template takes them.
+        """
         try:
             return text in self._render(shown, tools, prompting=False).text
         except EnvError:

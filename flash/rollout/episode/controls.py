@@ -178,7 +178,8 @@ class ControlTokens:
         marked = template.render(messages=messages, **self._template_globals, **variables)
         guarded = self._unmark(self._pattern.sub(lambda found: self._names[found[0]], marked))
         # A template that inspects its own output, by slicing for example, sees the marks and may write another text.
-        # Then the text without marks is used, if that is safe.
+        # Then the text without marks is used if that is safe. Otherwise the text with marks is used, although it
+        # differs: a conversation that is shown in an odd way does less harm than a forged control token.
         if self._unmark(marked) != text and self._is_safe_unguarded([messages, arguments], text, guarded):
             return TemplateText(text, None)
         return TemplateText(text, guarded)
@@ -270,6 +271,7 @@ class _ControlTextFinder:
     """
 
     def __init__(self, contents: Mapping[str, int]) -> None:
+        # A text that is contained in `_joined` is a piece of one control token: no text spans two, because of the \0.
         self._joined = "\0".join(contents)
         longest_first = sorted(contents, key=len, reverse=True)
         self._longest = max(map(len, contents), default=0)
@@ -278,7 +280,8 @@ class _ControlTextFinder:
         self._ends = {content[-length:] for content in contents for length in range(1, len(content))}
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each control token, and of each piece of one, in a text of the template.
+        """Yield start and stop of each control token, and of each piece of one, in a text of the template. They may
+        overlap.
 
         A piece of a control token is a beginning of it at the end of the text, an end of it at the beginning of the
         text, or the whole text.

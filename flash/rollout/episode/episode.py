@@ -64,12 +64,17 @@ class Responder(Protocol):
             PoisonError: the request has killed several engines, so it is not given to another one.
             EngineError: the engines have failed the request.
             DeadlineError: the response took longer than `request.timeout_s`.
+            EnvError, RewardError: `request.on_tokens` raised it, because the environment listens to the response.
         """
         ...
 
 
 class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
-    """Limits and deadlines of all episodes of a run."""
+    """Limits and deadlines of all episodes of a run.
+
+    The inherited fields are `max_length` (tokens of a branch), `max_turns` (responses of an episode), `max_new_tokens`
+    (tokens of a response), and `forms` (True if a response may be sampled under a grammar).
+    """
 
     seed: int | None
     """The run's seed, from which `response_seed` makes the seed of every response. None: responses have no seed, and
@@ -89,9 +94,13 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
 
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
-        """Return the settings of a run and of its domains."""
+        """Return the settings of a run and of its domains.
+
+        `domains`: settings of each domain, by name. By default there are none.
+        """
         teacher = config.algorithm.teacher
         run = EpisodeSettings(
+            # The server of a teacher (a model to imitate) gives log-probs over all tokens, but a form forbids some.
             forms=teacher is None or teacher.url is None,
             seed=config.run.seed if config.seeded else None,
             max_new_tokens=config.rollout.max_new_tokens,
@@ -124,7 +133,8 @@ class EpisodeProgress(TokenTally):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = 0
-        """Action tokens sampled so far, over all turns and branches."""
+        """Number of action tokens (tokens of responses) sampled so far, over all turns and branches. This includes
+        responses that are still being sampled, also ahead of their turn, and excludes tokens counted in `lost`."""
 
     def on_request(self) -> None:
         """Do nothing. `EpisodePlayer` calls this before each request to the engines. The scheduler overrides it."""
@@ -203,10 +213,12 @@ class EpisodePlayer:
         return result if self._score is None else await self._score(result)
 
     async def _play(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        """Play an episode, and turn each error of the environment, the reward and the engines into a failure."""
+        """Play an episode. Turn each error of the environment, the reward and the engines into a failure, and also the
+        end of the episode's deadline."""
         settings = self._settings.for_kind(lease.task.kind)
         transcript = Transcript(self._tokenizer, settings, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
+        # Every block below either sets the outcome or raises, but the type checker cannot know this.
         outcome = Outcome.CANCELLED
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
@@ -305,6 +317,7 @@ class EpisodePlayer:
         what = f"reset (seed {seed})"
 
         def reset() -> Awaitable[ResetResult]:
+            """Give the environment its view, then call its `reset`."""
             # `inform` is a user's code, too, so it runs under the same protection.
             if (informed := _informed(env)) is not None:
                 informed.inform(TranscriptView(state.transcript, state.task.sampling, state.ahead))
@@ -434,18 +447,19 @@ class EpisodePlayer:
         counted = 0
 
         def add(tokens: int) -> None:
+            """Count new tokens: for this response, for the episode, and for the caller."""
             nonlocal counted
             counted += tokens
             state.progress.tokens += tokens
             count(tokens)
 
         def on_tokens(tokens: Sequence[int]) -> None:
+            """Count a piece, and pass it on to the environment if it listens to the response."""
             add(len(tokens))
             request.on_tokens(tokens)
 
         state.progress.on_request()
-        # The proxy calls `on_tokens` for each piece. `on_tokens` counts the tokens and calls `request.on_tokens`, with
-        # which the environment may listen to the response.
+        # The proxy calls `on_tokens` for each piece, except for the last one.
         completion = await self._proxy.generate(msgspec.structs.replace(request, on_tokens=on_tokens))
         # The last tokens of a response are in the completion only.
         add(len(completion.token_ids) - counted)
@@ -459,7 +473,8 @@ class EpisodePlayer:
 
         Sets `state.ahead`, unless the environment does not use the view of its episode (`TranscriptView`), or `phases`
         makes episodes wait for each other: then nothing is sampled ahead. At the end of the block, requests that still
-        run are cancelled, and the tokens of all responses that the episode did not take count as lost.
+        run are cancelled. After a block without an error, the tokens of all responses that the episode did not take
+        move from `progress.tokens` to `progress.lost`. After an error they stay, because a failure counts both.
         """
         if _informed(env) is None or not self._phases.free:
             yield
@@ -517,13 +532,15 @@ class _EpisodeState:
     ) -> ResponseRequest:
         """Return the next request of the episode. Requests are numbered in the order in which they are made.
 
-        This number is not the number of the turn, because requests of responses that are sampled ahead count, too.
+        This number is not the number of the turn, because requests of responses that are sampled ahead count, too. The
+        request also carries the oldest policy version that may serve it (`min_version`), and the counter of lost tokens
+        (`tally`).
 
         Args:
             prompt: tokens before the response.
             max_new_tokens: largest number of tokens of the response.
             stop: texts that end the response.
-            grammar: form that the response must have; None: no form.
+            grammar: form that the response must have, in the language of the engines; None: no form.
             on_tokens: called with new tokens while the response is sampled.
         """
         number, self._requests = self._requests, self._requests + 1
@@ -568,7 +585,7 @@ class _EpisodeState:
         )
 
     def failed(self, outcome: Outcome, message: str) -> Failure:
-        """Return a failure of the episode. The failure contains the number of all tokens that were sampled for the
+        """Return a failure of the episode with this reason. It also says how many tokens were sampled for the
         episode."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 

@@ -1,5 +1,9 @@
 """Grammars: the forms of responses that environments and agents ask for, as engines understand them.
 
+A `ResponseForm` asks for a JSON schema of the text (`schema`), or for a call of an offered function (`call`). A grammar
+has the same form as a *structural tag*, the JSON in which xgrammar (a part of vLLM) takes the possible texts of a
+response. Its engine forbids all tokens that do not lead to such a text.
+
 `HfTokenizer` has one `Grammars`, because the format of a call depends on the model's parsers. The transcript of an
 episode asks it for the grammar of a `ResponseForm` before the response is requested, so that an invalid form is refused
 before anything is sampled.
@@ -27,7 +31,8 @@ class Grammars:
 
     Args:
         parsers: the model's parsers of responses; None if it has none.
-        reasoning: arguments of the chat template, if the model has a parser of reasoning; None if it has none.
+        reasoning: arguments of the chat template, if the model has a parser of reasoning: from them the parser finds
+            out if the model reasons before its answer, where no grammar holds. None if the model has no such parser.
     """
 
     def __init__(self, parsers: Parsers | None, reasoning: dict[str, Any] | None) -> None:
@@ -53,7 +58,11 @@ class Grammars:
         return known
 
     def _make(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
-        """Make the grammar of the responses that have a form. Raises the errors of `of`."""
+        """Make the grammar of the responses that have a form. Raises the errors of `of`.
+
+        `form.call` is empty if no call is required, `ANY_CALL` if any function may be called, else a function's name.
+        With `form.calling` a response may also call a function if none is required.
+        """
         offered = {tool["function"]["name"]: tool for tool in tools}
         if form.call and not offered:
             raise EnvError("a call is required, but no function is offered")
@@ -67,6 +76,7 @@ class Grammars:
         for of, schema in schemas.items():
             if (fault := schema_fault(schema)) is not None:
                 raise EnvError(f"a response cannot have this form: in {of}, {fault}")
+        # The choice of a call as the parsers take it: a name, "required", "auto" (a call or text), or None (no call).
         call = {"": "auto", ANY_CALL: "required"}.get(form.call, form.call) if form.calling else None
         try:
             if self._parsers is not None:

@@ -91,7 +91,11 @@ class Phases:
             await self._wait(lease.lease_id, self.rule.stepped(lease))
 
     async def _wait(self, lease: int, released: set[int]) -> None:
-        """Release the other leases, and wait until `lease` is released, too, by this call or by a later report."""
+        """Release the other leases, and wait until the rule releases `lease`, too, now or by a later report.
+
+        `released`: ids of the leases that the rule has just released. If the caller is cancelled, it waits no more, but
+        its lease counts for the rule until `leave`.
+        """
         self._release(released - {lease})
         if lease in released:
             return
@@ -102,7 +106,7 @@ class Phases:
             del self._waiting[lease]
 
     def _release(self, released: Iterable[int]) -> None:
-        """Let episodes continue."""
+        """Let the episodes of these leases continue. A lease that does not wait is ignored."""
         for lease in released:
             # A cancelled episode does not wait any more, but the rule returns its lease until the episode has left.
             if (event := self._waiting.get(lease)) is not None:
@@ -221,7 +225,7 @@ class GroupBarrier:
         return {lease.lease_id}
 
     def _release(self, group: GroupKey) -> set[int]:
-        """Return the waiting members that have the fewest responses of the group, and remove them from the waiting."""
+        """Return the waiting members that have the fewest responses of the group. They do not wait any more."""
         responses, waiting = self._responses[group], self._waiting[group]
         fewest = min(responses.values())
         released = {lease for lease in waiting if responses[lease] <= fewest}

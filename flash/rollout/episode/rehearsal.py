@@ -29,7 +29,7 @@ class Echo:
     """A `Responder` that answers at once with the last token of the prompt, in place of the engines."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Return a response of one token, without an engine."""
+        """Return a response of one token, of version 0 and with the made-up log-prob −1, which nothing uses."""
         last = request.prompt[-1:]
         request.on_tokens(last)
         # The token is no response in a form. Marked as cut off, it may make an agent fail.
@@ -64,6 +64,7 @@ async def rehearse(
         ConfigError: `PROBLEMS` problems failed; the error names the reason of the last one.
         FlashError: `kind_of` has raised it.
     """
+    # Problems are named by seeds. The training problems of a run have consecutive seeds, from this one on.
     first = run_seed * SEED_STRIDE
     failures: list[Failure] = []
     for number in range(PROBLEMS):

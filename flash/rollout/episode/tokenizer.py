@@ -102,6 +102,7 @@ class ResponseReader:
         """
 
         def on_tokens(token_ids: Sequence[int]) -> None:
+            """Read new tokens, and call `hear` if they complete any text."""
             piece = self.add(token_ids)
             if piece.content or piece.reasoning:
                 call_function("listener to a response", lambda: hear(piece, prompt_tokens))
@@ -368,7 +369,7 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _text_start(self) -> list[int]:
-        """Tokens that the tokenizer puts before any text; empty if there are none.
+        """Tokens that the tokenizer puts before any text; empty if there are none, or if no trial shows them.
 
         Models such as Gemma and Llama were pretrained with these tokens, and engines also put them before a text.
         """
@@ -471,8 +472,9 @@ class HfTokenizer(Tokenizer):
     def add_ends(self, generation: Any) -> list[int]:
         """Add the tokens of `ends` that a model's `generation_config` does not name yet. Return the added tokens.
 
-        Engines end a response at the tokens that this configuration names. The configuration is exported with a trained
-        model, so that other engines stop at the tokens, too.
+        `generation`: transformers' `GenerationConfig`, which is changed in place. Engines end a response at the tokens
+        that this configuration names. The configuration is exported with a trained model, so that other engines stop at
+        the tokens, too.
         """
         named: Any = generation.eos_token_id
         named = [] if named is None else [named] if isinstance(named, int) else list(named)
@@ -517,7 +519,11 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _controls(self) -> ControlTokens:
-        """Encoder of all text. All variants of the tokenizer share it."""
+        """Encoder of all text. All variants of the tokenizer share it.
+
+        Raises:
+            ConfigError: the tokenizer cannot distinguish text from control tokens.
+        """
         return ControlTokens(self.inner, self._path)
 
     @cached_property

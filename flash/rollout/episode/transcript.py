@@ -123,7 +123,11 @@ class BranchFormat(NamedTuple):
     """Functions that the prompt of the branch offers."""
 
     def grammar(self, form: ResponseForm) -> Grammar:
-        """Return the grammar of the responses that have a form. Raises EnvError if engines cannot sample in it."""
+        """Return the grammar of a form, which tells engines the tokens that a response may have.
+
+        Raises:
+            EnvError: engines cannot sample in this form.
+        """
         grammar = self.tokenizer.grammar(form, self.tools)
         # Reasoning is read from chat messages only.
         return grammar if self.chat else msgspec.structs.replace(grammar, reasoning=None)
@@ -237,7 +241,7 @@ class Transcript:
 
     @property
     def turns_left(self) -> int:
-        """Number of responses that may still follow."""
+        """Number of responses that may still follow, including a response that is being sampled now."""
         return self.limits.max_turns - sum(len(branch.spans) for branch in self.branches)
 
     def tokens_left(self) -> int:
@@ -279,7 +283,7 @@ class Transcript:
         """Let the next observation follow the first `responses` responses of a branch; environments call this.
 
         If the branch has more responses than that, a new branch begins when the observation is added. Otherwise the
-        branch continues.
+        branch continues. With `responses` = 0 the observation begins a sequence, without copied tokens.
 
         Raises:
             EnvError: a response is being sampled. It would be appended to another branch than its prompt.
@@ -338,7 +342,8 @@ class Transcript:
         """Render a large observation that may be shown next, in a thread, and keep its tokens.
 
         `render` and `room` then use these tokens. They render a small observation themselves, on the event loop. An
-        observation that is certainly too large is not rendered; `room` refuses it.
+        observation that is certainly too large is not rendered; `room` refuses it. The episode and its environment
+        choose no other place while this waits for the lock or the thread, so the tokens fit the place at the end.
 
         Raises:
             EnvError: a large observation cannot be shown.
@@ -383,7 +388,7 @@ class Transcript:
         return self._new_format.tokenizer.render(observation, self._new_format.tools)
 
     def follow(self, branch: Branch, responses: int, observation: Observation) -> list[int]:
-        """Return the tokens of an observation that follows the first `responses` responses of a branch.
+        """Return the tokens of an observation that follows the first `responses` responses of a branch, at least one.
 
         `ResponsesAhead` also calls this, for places that the episode may reach later.
 

@@ -71,7 +71,7 @@ class TranscriptView:
     # -- the next response -------------------------------------------------------------------------------------------
 
     def limit(self, tokens: int) -> None:
-        """Limit the next response to this number of tokens."""
+        """Limit the next response to this number of tokens, in addition to the limits of the run."""
         self._transcript.options = self._transcript.options._replace(tokens=tokens)
 
     def stop_at(self, texts: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class TranscriptView:
         self._transcript.go_on(branch, responses)
 
     def offer(self, tools: Sequence[Tool]) -> None:
-        """Let the policy call these functions.
+        """Let the policy call these functions in each branch that begins later and copies no tokens.
 
         Raises:
             EnvError: `tools` is not empty, and calls of functions cannot be read from responses.
@@ -159,7 +159,7 @@ class TranscriptView:
         self._transcript.offer_tools(tools)
 
     def template(self, arguments: Mapping[str, Any]) -> None:
-        """Set arguments of the chat template.
+        """Set arguments of the chat template for each branch that begins later and copies no tokens.
 
         Raises:
             EnvError: the chat template cannot have such an argument.
@@ -173,7 +173,11 @@ class TranscriptView:
             self._ahead.expect(expected)
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that was passed to `expect` with this name."""
+        """Announce that the next observation may be the one that was passed to `expect` with this name.
+
+        `EpisodePlayer` then looks for a response under this name that was sampled ahead, and the observation is not
+        rendered ahead any more.
+        """
         self._transcript.options = self._transcript.options._replace(name=name)
         if self._ahead is not None:
             self._ahead.announce(name)
