@@ -34,7 +34,8 @@ from flash.rollout.engine import Pressure
 Name = TypeVar("Name", bound=Hashable)
 
 EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
-"""Borders of the intervals of lengths, in tokens, within which the hazard is constant: 0 and quarters of octaves."""
+"""Borders of the intervals of lengths, in tokens, within which the hazard is constant: 0 and quarters of octaves, up to
+nearly 2²⁴ tokens, which is more than any response has. The last interval has no end."""
 _EDGES = EDGES.tolist()
 """`EDGES` as a list, in which `bisect` and `math` are fast."""
 DEVIATIONS = 2.0
@@ -105,7 +106,8 @@ class ResponseLengths:
 class ConcurrencyLimit:
     """Limit on the requests that one engine may hold, from its pressure (its load) and the lengths of responses.
 
-    The proxy calls `begin`, `grow` and `end` for each request, and then `observe`, which computes the limit.
+    The proxy calls `begin`, `grow` and `end` for each request, and then `observe`, which computes the limit. The `name`
+    of a response is a value that the proxy chooses, different for each response that runs.
 
     Args:
         ceiling: largest number of requests that the engine runs at once (`engine.max_sequences`).

@@ -38,10 +38,12 @@ class StateTimes:
         self.begun = 0.0
         """Time of the first state, in seconds of the owner's clock."""
         self._since = 0.0
+        """Time of the last call of `enter`."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds in each state until `_since`."""
 
     def enter(self, state: str, now: float) -> float:
-        """Change to a state at the time `now`. Returns the seconds since the last call."""
+        """Change to a state at the time `now`. Returns the seconds since the last call; 0 for the first call."""
         if self.state is None:
             self.begun = self._since = now
         passed = now - self._since
@@ -94,7 +96,8 @@ class EngineUsage:
 
     def busy(self, now: float) -> None:
         """Note that a request has begun on the idle engine."""
-        # Seconds of the idle time that ends now; unknown before the first version.
+        # Seconds of the idle time that ends now. Before the first version no idle time is counted, so it is 0 here; the
+        # proxy sends requests only later.
         idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
         # The idle time comes from the state times and not from the last bar: that bar may show a swap, or may have been
         # reported already. After a short gap the start stays, so that `_draw` extends the last bar.
@@ -113,7 +116,7 @@ class EngineUsage:
         self._times, self._busy_since = StateTimes(), None
 
     def seconds(self, now: float) -> tuple[float, float]:
-        """Return the idle seconds and all seconds since the engine's first version."""
+        """Return the idle seconds and all seconds since the engine's first version. Both are 0 before it."""
         lifetime = now - self._times.begun if self._times.state is not None else 0.0
         return self._times.seconds(now).get("idle", 0.0), lifetime
 
@@ -211,6 +214,7 @@ class OutageClock:
         self._since: float | None = None
         """Beginning of the outage; None if there is none."""
         self._extended: set[anyio.CancelScope] = set()
+        """Scopes that are inside `extending` now. A scope is inside at most once at a time."""
 
     @property
     def remaining_s(self) -> float:

@@ -64,9 +64,11 @@ class FakeEngine:
         """Errors that `fail_next` or `refuse_next` has prepared. Each fails the request that would get the next
         token."""
         self.aborted = 0
-        """Number of requests that ended before their completion."""
+        """Number of requests that ended before their completion, without those that still waited for a slot."""
         self.running = 0
+        """Number of requests that have a slot."""
         self.waiting = 0
+        """Number of requests that wait for a slot."""
         self.requests: list[ResponseRequest] = []
         """All requests that the engine has accepted, for tests."""
         self.numbers: list[int] = []
@@ -183,11 +185,12 @@ class FakeEngine:
         self._resumed.set()
 
     def fail_next(self, requests: int = 1) -> None:
-        """Make `requests` requests fail, each at its next token."""
+        """Make `requests` requests fail, each at its next token. Replaces failures that were prepared before."""
         self._failures = [EngineError("the fake engine was told to fail")] * requests
 
     def refuse_next(self, requests: int = 1) -> None:
-        """Make the engine refuse `requests` requests, each at its next token."""
+        """Make the engine refuse `requests` requests, each at its next token. Replaces failures that were prepared
+        before."""
         self._failures = [EngineRefusal("the fake engine was told to refuse")] * requests
 
     async def wait_dead(self) -> EngineDeadError:

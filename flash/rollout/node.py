@@ -84,7 +84,7 @@ class RolloutNode:
         status_s: seconds between two status reports; None: no reports.
         teacher: client of the teacher, a model on a server of its own, which gives log-probs for the tokens of the
             samples. None: there is no such model.
-        blocked_s: returns the seconds in which the event loop was blocked so far.
+        blocked_s: returns the seconds in which the event loop was blocked so far. By default always 0.
     """
 
     def __init__(
@@ -230,8 +230,11 @@ class RolloutNode:
     async def _start(self) -> None:
         """Prepare and rehearse the environment, then start the engines, and measure how long their start takes.
 
+        The rehearsal plays one turn without an engine (`rehearse`).
+
         Raises:
             ConfigError: the environment cannot be played.
+            DeadlineError: the environment's `prepare` took longer than deadlines.env_step.
             Exception: the environment's `prepare` or an engine failed.
         """
         config, problems = self._config, self._env.problems
@@ -240,7 +243,7 @@ class RolloutNode:
             with deadline(seconds, "the environment to be ready", "its `prepare`, and deadlines.env_step"):
                 await self._env.prepare()
         if self._env.rehearsed:
-            settings, seed = EpisodeSettings.of_run(config), config.run.seed
+            settings, seed = EpisodeSettings.of_run(config, problems.domains), config.run.seed
             samplings = BufferRules.of(config, problems.domains).samplings()
             make_env, kind_of = self._env.make, problems.kind_of
             await rehearse(

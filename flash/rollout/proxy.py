@@ -70,7 +70,7 @@ class ProxySettings(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(config: Config) -> ProxySettings:
-        """Return the settings of a run."""
+        """Return the settings of a run. A response may take `deadlines.generate`, so a drain gives requests as long."""
         return ProxySettings(
             max_sequences=config.engine.max_sequences,
             swap="beside" if config.adapters > 1 else config.rollout.swap,
@@ -227,6 +227,7 @@ class LLMProxy:
             PoisonError: `MAX_DEATHS` engines died under the request, so it probably kills engines.
             EngineError: all engines, or `MAX_FAILURES` of them, have failed the request.
             DeadlineError: the response took longer than `request.timeout_s`.
+            Exception: `request.on_tokens` raised it, and the request was aborted.
         """
         response = PartialResponse(request)
         record = RequestRecord(request)
@@ -294,6 +295,7 @@ class LLMProxy:
 
         Raises:
             EngineError: the engine has failed the request, and no other engine may try.
+            Exception: `request.on_tokens` raised it.
         """
         scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
         self._add_running(engine, scope, record)
@@ -427,7 +429,8 @@ class LLMProxy:
         """Load a version into the engine in place `index` (a swap). The supervisor calls this for each new version.
 
         With `abort` and `drain` the engine takes no request until the load is over. After an error it stays closed to
-        requests, because its weights are undefined; the supervisor then starts another engine or ends the run.
+        requests, because its weights are undefined; the supervisor then starts another engine or ends the run. If the
+        engine dies meanwhile, it raises an EngineDeadError, or the supervisor cancels this call.
 
         Raises:
             WeightsError: the engine got damaged weights, or its log-probs differ too much from the trainer's.
@@ -479,6 +482,7 @@ class LLMProxy:
         """
 
         def waited_for() -> str:
+            """Return the event for the error message, with the number of requests at the time of the error."""
             return f"{engine.held} requests of engine {engine.number} {purpose}"
 
         with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
@@ -571,6 +575,7 @@ class LLMProxy:
         engine = self.records[index]
 
         async def watch() -> None:
+            """Retire the engine when it reports its own death, which sets `died`."""
             self._on_death(engine, await engine.backend.wait_dead())
 
         async with anyio.create_task_group() as group:

@@ -96,9 +96,11 @@ class EngineView:
 
     def __init__(self, index: int, limit: int, version: int) -> None:
         self.index = index
+        """Number of the engine's place on the node, from 0: its position in `Router.views`."""
         self.limit = limit
         """Largest number of requests that the engine may hold now."""
         self.version = version
+        """Version that the engine has loaded; −1 before the first one."""
         self.held = 0
         """Number of requests placed on the engine."""
         self.bound_waiting = 0
@@ -317,8 +319,10 @@ class Router:
     def replace(self, engine: int, limit: int, version: int) -> list[RequestRecord]:
         """Note that another engine has taken the place of a dead engine.
 
-        If it is the only living engine, this returns all waiting requests. The requests leave the queue, and the proxy
-        lets each of them `ask` again, because while no engine was alive, no group could be bound to an engine.
+        `limit` and `version` are those of the new engine: the number of requests that it may hold, and the version that
+        it has loaded (−1: none). If it is the only living engine, this returns all waiting requests. The requests leave
+        the queue, and the proxy lets each of them `ask` again, because while no engine was alive, no group could be
+        bound to an engine.
         """
         first = not self.alive
         view = self.views[engine]

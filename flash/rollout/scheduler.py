@@ -143,6 +143,7 @@ class HubClient:
         """
 
         def make_request(node: int) -> p.DeliverRequest:
+            """Return the delivery for a hub, at which this node has the number `node`."""
             # Some of the leases may have been forgotten while the call waited for the next hub.
             return p.DeliverRequest(node, [each for each in ended if self.holds(each.lease_id)], capacity)
 

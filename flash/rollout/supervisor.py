@@ -123,7 +123,7 @@ class EnginePlace:
         `_fill_place` can start another engine, while the other places start theirs.
 
         Raises:
-            EngineError: the engine cannot start.
+            ConfigError, EngineError, DeadlineError: the engine cannot start (`Engine.start`).
         """
         try:
             await self._start()
@@ -134,6 +134,7 @@ class EnginePlace:
         """Make and start another engine in the place. Returns the error if the start failed, else None.
 
         Raises:
+            ConfigError: the model cannot be served on this machine.
             EngineError, DeadlineError: the engine could not start, and no engine of this place has ever started.
         """
         self.engine = self._make_engine(self.number)
@@ -241,10 +242,11 @@ class EngineSupervisor:
         """Fill a place with one engine after another.
 
         Waits for the death of each engine, for the pause after it, and for the start of the next engine. Ends when the
-        place has no restarts left.
+        place has no restarts left. Errors while an engine serves come in an ExceptionGroup (`_serve_until_dead`).
 
         Raises:
             EngineDeadError: no place can be filled any more, and the node does not leave.
+            ConfigError: the model cannot be served on this machine.
             EngineError, DeadlineError: an engine failed to start or to load a version (it was not killed), and no
                 engine of this place has ever succeeded in it.
             WeightsError: a version is damaged.
@@ -277,9 +279,10 @@ class EngineSupervisor:
             raise death
 
     async def _serve_until_dead(self, place: EnginePlace) -> EngineDeadError:
-        """Keep an engine on the newest version until it is dead, and return how it died.
+        """Keep the newest engine of a place on the newest version until it is dead, and return how it died.
 
-        If the engine dies while it loads a version, `follow` notices it and retires the engine, which ends the wait.
+        The errors of `_follow`, except EngineDeadError, come in an ExceptionGroup. If the engine dies while it loads a
+        version, `follow` notices it and retires the engine, which ends the wait.
         """
 
         async def follow() -> None:
@@ -327,6 +330,7 @@ class EngineSupervisor:
             EngineError, DeadlineError: the first swap of this place failed, for which the model or the options are at
                 fault.
             WeightsError: the version itself is damaged.
+            FlashError: the hub refuses the question about the trainer ranks, or is lost and no other hub follows it.
         """
         try:
             await self._proxy.load(place.index, published)
@@ -354,6 +358,10 @@ class EngineSupervisor:
         `restart`: decision about the place. If `restart` is None, the place stays empty and is closed, unless the node
         leaves. A node that leaves reports nothing and keeps its places open, so that `_fill_place` raises no error when
         the last engine dies: `no_engine_left` then ends the drain in order.
+
+        Raises:
+            FlashError: the hub refuses the report; or it is lost, no other hub follows it, and the node has a place
+                left.
         """
         # An outage begins with the first death. Failed restarts after it belong to the same outage.
         if place.died_at is None:

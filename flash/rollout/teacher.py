@@ -120,8 +120,8 @@ class ServedTeacher:
     async def score(self, result: Trajectory | Failure) -> Trajectory | Failure:
         """Return a trajectory with the teacher's log-probs of its action tokens, which the policy has sampled.
 
-        If the server has no answer, this returns a failure. Failures are returned unchanged, and so are trajectories of
-        evaluations, which are not trained.
+        If the server has no usable answer for a branch, this returns a failure. Failures are returned unchanged, and so
+        are trajectories of evaluations, which are not trained.
         """
         if isinstance(result, Failure) or result.task.split == "eval":
             return result

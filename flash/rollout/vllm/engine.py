@@ -118,6 +118,8 @@ class VLLMEngine:
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
         self._replays = grammars.GrammarReplays()
+        """Maker of replays. A replay runs the grammar of a response over its sampled tokens once more, and so finds the
+        tokens that could have been drawn: vLLM itself does not report them."""
 
     @property
     def version(self) -> int:
@@ -177,7 +179,14 @@ class VLLMEngine:
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: pieces while it is sampled, then the completion. Implements `Engine.generate`.
 
-        The response ends with an end token or a stop text, or when it reaches the token limit or the context length.
+        The response ends with an end token or a stop text, or when it reaches the token limit or the context length. If
+        the caller cancels or closes the iterator, the request is aborted in vLLM.
+
+        Raises:
+            EngineRefusal: the prompt does not fit, or vLLM refuses the request.
+            EngineDeadError: the engine has died, is closed or was not started.
+            EngineError: vLLM has failed the request, ended the response early, or returned unusable log-probs or
+                experts.
         """
         self._check_alive()
         check_prompt(request.prompt, self._config.model.max_length)
@@ -249,9 +258,19 @@ class VLLMEngine:
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Replace the weights by the weights of a published version. Implements `Engine.load`.
 
-        New requests never use the KV cache of older weights. After an error the weights are undefined. If the engine
-        was paused, it stays paused until it is closed or a later load succeeds. If the caller is cancelled, the engine
-        counts as dead, because its weights are unknown.
+        `keep_cache`: True if running sequences keep the KV cache that was computed with the old weights. New requests
+        never use the KV cache of older weights. After an error the weights are undefined. If the engine was paused, it
+        stays paused until it is closed or a later load succeeds. If the caller is cancelled, the engine counts as dead,
+        because its weights are unknown.
+
+        Returns:
+            The mean absolute difference between the engine's and the trainer's log-probs of the canary, in nats.
+
+        Raises:
+            WeightsError: the version is damaged, or the fingerprint or the canary shows that the weights are wrong.
+            EngineDeadError: the engine has died, is closed, or was too slow to get the version from the trainer.
+            EngineError: the load failed for another reason.
+            DeadlineError: the load took too long.
         """
         self._check_alive()
         version = published.version
@@ -295,6 +314,7 @@ class VLLMEngine:
             with deadline(seconds, what, look_at) as self._answer_scope:
                 yield
         except DeadlineError:
+            # `deadline` raises this error also if `_die` has cancelled the scope.
             self._check_alive()
             raise
         finally:
@@ -406,6 +426,10 @@ class VLLMEngine:
         Returns:
             The engine's log-probs of the canary tokens after the first one, the fingerprint of each worker's weights,
             and the adapter of the version (number 0 for a whole model).
+
+        Raises:
+            WeightsError, EngineError: a worker could not load the version (`_load_error`).
+            Exception: a call to vLLM failed.
         """
         llm, pauses = self._llm, not self._adapters.several
         adapter, dropped = await self._adapters.wait_and_add(version)

@@ -92,13 +92,17 @@ class Core(ForkedProcess):
         """
         super().enter()
         os.setpgid(0, 0)
+        # Start a thread that ends the core when the node loop ends.
         follow(int(os.environ[NODE_PID]))
         vllm_processes.apply_offline_mode()
+        # Never collect the fork server's objects as garbage: a scan of them would copy their memory pages.
         vllm_processes.keep_frozen()
         # Python has read the variable in the fork server, which may have another value.
         if os.environ.get("PYTHONWARNINGS") == "ignore":
             warnings.simplefilter("ignore")
+        # Register our receiver of weights with vLLM; workers inherit it.
         register()
+        # A response that has moved here from another engine goes on with its grammar after the tokens of that engine.
         grammars.continue_grammars()
         vllm_processes.start_workers_with(_Workers())
         vllm_processes.on_killed_worker(_end_as_worker)

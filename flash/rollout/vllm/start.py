@@ -65,7 +65,11 @@ _saved: dict[str, str] = {}
 
 
 def registered_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Register our weight receiver, which the arguments name, and return the result of `vllm.engine_maker`."""
+    """Register our weight receiver, which the arguments name. Check the arguments of an engine, and return a function
+    that builds its AsyncLLM.
+
+    Raises the errors of `vllm.engine_maker`, of which `configure` makes a ConfigError.
+    """
     register()
     return vllm.engine_maker(arguments)
 
@@ -94,6 +98,7 @@ def configure(
 
     Raises:
         ConfigError: vLLM has no attention for the model on this machine, or refuses an argument of engine.vllm.
+        TypeError, ValueError, NotImplementedError, AssertionError: vLLM refuses an argument of Flash's own.
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -123,6 +128,8 @@ def _fix_preload(prefix: str) -> None:
     vLLM has just set LD_PRELOAD in this process. In this variable a space or a colon ends a path. A path with such
     characters is replaced by a path through a link. If there is no folder for a link, LD_PRELOAD gets the value that it
     had before `engine_environment`.
+
+    `prefix`: folder of the Python environment in which vLLM is installed.
     """
     with _environment_lock:
         libraries = _loadable_paths(os.environ.get("LD_PRELOAD", ""), prefix) or _saved.get("LD_PRELOAD")
@@ -136,7 +143,9 @@ def _fix_preload(prefix: str) -> None:
 def _loadable_paths(libraries: str, prefix: str) -> str:
     """Return the value of LD_PRELOAD with paths that the dynamic linker can read; empty if that is not possible.
 
-    A link `environment` to `prefix`, in the job's temporary folder, replaces `prefix` if it has a space or a colon.
+    `libraries` is a value of LD_PRELOAD: paths of libraries, separated by colons. `prefix` is the folder of the Python
+    environment, in which the libraries are. A link `environment` to `prefix`, in the job's temporary folder, replaces
+    `prefix` if it has a space or a colon.
     """
     if not UNLOADABLE.search(prefix) or prefix not in libraries:
         return libraries
@@ -157,7 +166,10 @@ def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
 
 
 def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's arguments for the engine with number `index`. Arguments in `engine.vllm` replace ours."""
+    """Return vLLM's arguments, by name, for the engine with number `index`. Arguments in `engine.vllm` replace ours.
+
+    `gpus`: indices of the engine's GPUs among the GPUs that this process sees; not used on the CPU.
+    """
     args: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
