@@ -7,6 +7,7 @@ part of Flash.
     responses   the Responses API and its items
     messages    the Messages API of Anthropic and its content blocks
     fields      request fields that all of these have in common, and error responses
+    forms       forms that an answer must have: a JSON schema of the text, or a call of a function
     tools       functions that the policy may call
     sessions    the calls of one episode, between the agent that makes them and the environment that answers them
     history     the messages of an episode so far, and the branch in which a request continues; pure

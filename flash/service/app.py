@@ -151,6 +151,7 @@ async def _chat(request: Request, session: EpisodeSession) -> Response:
     agent_request = await _read(request, chat.read)
 
     def format_for(name: str) -> AnswerFormat:
+        """Return the encoder of the answers; `name` is the name of the first call."""
         return chat.ChatFormat(name, with_usage=agent_request.with_usage)
 
     return await _answered(request, session, agent_request, format_for, _keep_nothing)
@@ -161,9 +162,11 @@ async def _complete(request: Request, session: EpisodeSession) -> Response:
     agent_request, text = await _read(request, lambda body: completions.read(body, session.earlier))
 
     def keep(answer: PolicyAnswer, _: str) -> None:
+        """Record the text and its answer, for requests whose text begins with both."""
         session.earlier.add_text(text, agent_request.messages, answer.message, answer.stop)
 
     def format_for(name: str) -> AnswerFormat:
+        """Return the encoder of the answers; `name` is the name of the first call."""
         return completions.CompletionFormat(name, with_usage=agent_request.with_usage)
 
     return await _answered(request, session, agent_request, format_for, keep)
@@ -174,6 +177,7 @@ async def _respond(request: Request, session: EpisodeSession) -> Response:
     responses_request = await _read(request, lambda body: responses.read(body, session.earlier.responses))
 
     def keep(answer: PolicyAnswer, name: str) -> None:
+        """Record the conversation up to this answer, for requests that name the response."""
         session.earlier.responses[responses.response_id(name)] = [*responses_request.messages, answer.message]
 
     return await _answered(
@@ -190,6 +194,7 @@ async def _message(request: Request, session: EpisodeSession) -> Response:
     message = await _read(request, messages.read)
 
     def format_for(name: str) -> AnswerFormat:
+        """Return the encoder of the answer; `name` is the name of its call."""
         return messages.MessageFormat(name, with_thinking=message.with_thinking)
 
     return await _answered(request, session, message.request, format_for, _keep_nothing)
@@ -250,7 +255,8 @@ async def _answered(
             the client has all of the answer. So the client's next request can refer to it.
 
     Raises:
-        ApiError: the request is refused, or the episode ends before the answer has begun.
+        ApiError: the request is refused, or the episode ends before the answer has begun. Calls that were made before
+            the refusal stay open: a repeated request finds them.
         ClientDisconnect: the client left before the response began.
     """
     key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
@@ -294,6 +300,7 @@ async def _while_connected(request: Request, wait: Callable[[], Awaitable[object
     """Run `wait` until it returns. Raises ClientDisconnect, and cancels `wait`, if the client leaves before."""
 
     async def cancel_at_disconnect(scope: anyio.CancelScope) -> None:
+        """Read the messages of the connection until the client leaves, then cancel `scope`."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         scope.cancel()

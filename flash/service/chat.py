@@ -271,8 +271,8 @@ def messages_of(chat_messages: list[ChatMessage]) -> list[Message]:
     """Return messages in the form of the episode. A result of a function gets the function's name from its call.
 
     Raises:
-        ApiError: a message has an unknown role, calls of functions from another role, a call that is not of a function,
-            or content that is not text.
+        ApiError: a message has an unknown role, calls of functions from a role other than the assistant's, a call that
+            is not of a function or is in the older field `function_call`, or content that is not text.
     """
     called: dict[str, str] = {}  # names of the called functions, by the id of the call
     messages: list[Message] = []
@@ -313,7 +313,8 @@ class ChoiceFormat:
     """Base of the formats of chat completions and of completions, whose bodies and server-sent events have `choices`,
     one for each answer.
 
-    `app` calls the methods in the order that `flash.service.app.AnswerFormat` describes.
+    `app` calls the methods in the order that `flash.service.app.AnswerFormat` describes. The parameter `index` of the
+    methods is the number of an answer among the answers to the request, counted from 0.
 
     Args:
         head: fields that every event has.
@@ -341,6 +342,8 @@ class ChoiceFormat:
 class ChatFormat(ChoiceFormat):
     """Format of chat completions. In a stream, calls of functions and log-probs are sent at the end of each answer.
 
+    `ChoiceFormat` describes when the methods are called.
+
     Args:
         name: name of the first call, which becomes part of the completion's id.
         with_usage: True if a stream ends with the token counts.
@@ -361,7 +364,7 @@ class ChatFormat(ChoiceFormat):
         return msgspec.json.encode({**head, "choices": choices, "usage": usage(answers)})
 
     def begin(self, index: int, prompt_tokens: int) -> bytes:
-        """Encode the beginning of an answer."""
+        """Encode the beginning of an answer, which this API sends without the size of the prompt."""
         return self._event(_choice(index, {"role": ASSISTANT, "content": ""}))
 
     def piece(self, piece: Piece, index: int) -> bytes:

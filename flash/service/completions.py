@@ -111,6 +111,9 @@ def read(body: bytes, earlier: EarlierAnswers) -> tuple[AgentRequest, str]:
 class CompletionFormat(ChoiceFormat):
     """Format of completions. In a stream, log-probs are in the last event of each answer.
 
+    `app` calls `body` for one body, or for a stream `begin`, `piece` and `finish` for each answer. The parameter
+    `index` is the number of the answer among the answers to the request, counted from 0.
+
     Args:
         name: name of the first `Call`.
         with_usage: True if a stream ends with the token counts.

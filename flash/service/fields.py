@@ -138,7 +138,10 @@ def check_model(name: str) -> None:
 
 
 def check_limit(limit: int | None, name: str) -> None:
-    """Raise ApiError if the limit of an answer's tokens is less than 1. `name` is the request field that gives it."""
+    """Raise ApiError if the limit of an answer's tokens is less than 1. None, no limit, is accepted.
+
+    `name` is the request field that gives the limit.
+    """
     if limit is not None and limit < 1:
         raise ApiError(400, "An answer has at least 1 token.", None, name)
 
@@ -299,9 +302,10 @@ def refuse_set_fields(fields: dict[str, Any]) -> None:
 
 
 def text_of(content: str | list[ContentPart] | None, place: str) -> str:
-    """Return the text of a content, the joined texts of its parts if it has any. Raises ApiError if a part is no text.
+    """Return the text of a content, the joined texts of its parts if it has any; empty for None.
 
-    `place` is the place of the message or item in the request, such as `messages[2]`, for the error message.
+    Raises ApiError if a part is no text. `place` is the place of the message or item in the request, such as
+    `messages[2]`, for the error message.
     """
     if isinstance(content, list):
         if other := next((part.type for part in content if part.type not in TEXT_PARTS), ""):

@@ -380,9 +380,10 @@ class MessageFormat:
         return {"id": f"msg_{self._name}", "type": "message", "role": ASSISTANT, "model": MODEL}
 
     def _begin_block(self, kind: str, empty: dict[str, Any]) -> bytes:
-        """Encode the beginning of a block and the end of the one before. Returns nothing if such a block is open.
+        """Encode the beginning of a block of type `kind` and the end of the block before.
 
-        `empty` has the fields of the block before anything is added to it.
+        Returns nothing if a block of this type is open: it continues. `empty` has the fields of the block before
+        anything is added to it.
         """
         if self._open == kind:
             return b""
@@ -392,7 +393,7 @@ class MessageFormat:
         return ended + _event("content_block_start", index=self._blocks - 1, content_block={"type": kind, **empty})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        """Encode the event that adds to the open block."""
+        """Encode the event that adds `delta`, in the form of the block's type, to the open block."""
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _end_block(self) -> bytes:
@@ -419,13 +420,16 @@ def _stop(answer: PolicyAnswer) -> dict[str, Any]:
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    """Return the token counts of an answer. The API's prompt cache does not exist here, so its counts are 0."""
+    """Return the token counts of an answer: `prompt` tokens before it, and `sampled` tokens of its own.
+
+    The API's prompt cache does not exist here, so its counts are 0.
+    """
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    """Encode a server-sent event."""
+    """Encode a server-sent event of the type `kind`."""
     return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
 
 

@@ -1,15 +1,16 @@
 """EpisodeSession: the calls of one episode, between the agent that makes them and the environment that answers them.
 
 The agent's side is `app`: it uses `call` once for each answer that a request wants, and waits for the pieces and the
-answer of the `Call`. Where this file speaks of a request, it means one wanted answer.
-The environment's side is `envs.agent`: it uses `next_call`, then `answer` or `refuse`; `EpisodeSessions.close` ends the
-session at last.
+answer of the `Call`. Where this file speaks of a request, it means one wanted answer. The environment's side is
+`envs.agent`: it uses `next_call`, then `answer` or `refuse`; `EpisodeSessions.close` ends the session at last.
 
 A call is open until it has an answer or is refused. Several calls may be open; they are answered one after the other,
 in the order of their arrival. A request that repeats an earlier one gets the answer of that call, even if the answer is
 not there yet. A request with an idempotency key repeats the call of that key. Without a key, equal requests are
 different calls, with two exceptions: the client of the earlier call left without the answer, or a header of the request
 marks it as a retry (the clients of OpenAI and Anthropic set this header).
+
+The messages of an episode are its history, which has branches: a request that repeats no branch begins one (`history`).
 
 Law of calls: every call ends. The owner of the environment bounds the time of an episode, and `end` refuses all open
 calls.
