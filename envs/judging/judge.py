@@ -64,7 +64,8 @@ class Judge:
             every: True if all tests run, for the share that passes; False if none runs after the first that fails.
 
         Raises:
-            SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
+            SandboxError: every attempt failed, and not because of the program; or no sandbox was free in time; or the
+                image of the language lacks a program.
         """
         language = languages[suite.language]
         found = find_blocks(answer, (suite.language, *language.fences))
@@ -93,10 +94,11 @@ class Judge:
             spec: description of the sandbox.
             judged: coroutine function that runs the tests in a sandbox.
             tests: number of tests.
-            total: seconds after which a sandbox that was lost in a test is not replaced again.
+            total: seconds after which a second sandbox that was lost in a test is not replaced.
 
         Raises:
-            SandboxError: every attempt failed, and not because of the program, or no sandbox was free in time.
+            SandboxError: every attempt failed, and not because of the program; or no sandbox was free in time, or a
+                sandbox refused a request.
         """
         begin, losses = anyio.current_time(), 0  # `losses`: sandboxes that were lost while a test ran
         for attempt in range(self._settings.attempts):
@@ -106,6 +108,7 @@ class Judge:
                 async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
                     return await judged(sandbox)
             except (SandboxBusyError, SandboxRefusedError):
+                # Another attempt would not help: the wait for a free sandbox was long already, or the image is wrong.
                 raise
             except LostInTestError as error:
                 losses += 1
@@ -128,9 +131,10 @@ class Judge:
         raise AssertionError("at least one attempt")
 
     async def _harmless_program_survives(self, spec: Spec, seconds: float) -> bool:
-        """Return True if a harmless program keeps such a sandbox for the same time, at most `HARMLESS_S`.
+        """Return True if a harmless program keeps such a sandbox for `seconds`, at most for `HARMLESS_S`.
 
-        Then the sandboxes work, and the judged program has ended its own. Otherwise the machine may be at fault.
+        `seconds` is the time that the last attempt took until its sandbox was lost. If the result is True, the
+        sandboxes work, and the judged program has ended its own. Otherwise the machine may be at fault.
         """
         pause = str(math.ceil(min(seconds, HARMLESS_S)))
         try:
@@ -169,6 +173,8 @@ class Judge:
 
 async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) -> Judge:
     """Return this node's judge for a judge pool. The first call opens it, and it is closed with the node.
+
+    Each pair of `pool` and `opener` has one judge. `opener` opens the provider of sandboxes; tests give a fake.
 
     Raises:
         ConfigError: there is no engine, or a package or a token is missing.

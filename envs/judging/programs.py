@@ -187,7 +187,10 @@ def _rfind_tag(text: str, tag: str, end: int | None = None) -> int:
 
 
 def answer_part(text: str) -> str | None:
-    """Return the text in the last answer tags; None if there are no tags."""
+    """Return the text in the last answer tags; None if there are no tags, or only white space in them.
+
+    Tags that are not closed enclose the rest of the text, if they stand at the beginning of a line.
+    """
     for opening, closing in ANSWER_TAGS:
         end = _rfind_tag(text, closing)
         start = _rfind_tag(text, opening, None if end < 0 else end)
@@ -324,7 +327,10 @@ def _texts(lines: list[str], fences: list[Fence], place: int, end: int) -> list[
 
 
 def _inner(body: list[str], opening: Fence) -> list[str]:
-    """Return the lines of a block without the marks of the list or quotation that contains it."""
+    """Return the lines `body` of a block without the marks of the list or quotation that contains it.
+
+    `opening` is the fence at the beginning of the block, whose indent and marks its lines share.
+    """
     depth = opening.before.count(">") if opening.clean else 0
     for _ in range(depth):
         body = [QUOTATION.sub("", line, count=1) for line in body]

@@ -108,7 +108,11 @@ async def choose_program(
     """Return the program to grade, chosen from the blocks of an answer; empty if there is none.
 
     Unless the first text is surely the program, the language's chooser decides in the sandbox, before `run_tests`. It
-    may also repair a text that was typeset or indented, or cut a program out of prose.
+    may also repair a text that was typeset or indented, or cut a program out of prose. If the chooser fails, the first
+    text is returned.
+
+    `found`: blocks of the answer. `suite`: tests, by which the chooser ranks the texts. `limits.timeout`: seconds that
+    the chooser may take.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -195,7 +199,11 @@ def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
 
 
 async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeout: float) -> CaseOutcome:
-    """Run one test in the sandbox for at most `timeout` seconds, and compare its result here."""
+    """Run one test in the sandbox for at most `timeout` seconds, and compare its result here.
+
+    `check_suite` has made sure that the language has commands for calls and test programs if the suite has any. Raises
+    the errors of `run_fairly`.
+    """
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)

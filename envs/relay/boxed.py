@@ -65,7 +65,10 @@ def box_of(table: dict[str, Any]) -> BoxOptions:
 async def try_box(box: BoxOptions, opener: SandboxOpener = open_sandboxes) -> None:
     """Start one such sandbox and a relay in it, to test both before a run.
 
+    `opener` opens the pool of sandboxes; tests give a fake.
+
     Raises:
+        ConfigError: there is no engine of containers, or a package or a token for the pool is missing.
         SandboxError: the sandbox cannot be started, or its image has no Python.
     """
     async with _opened(box, opener) as sandbox, open_relay(sandbox, "127.0.0.1", TRIAL_PORT):
@@ -93,7 +96,7 @@ async def run_boxed(
 
     Raises:
         EnvError: the program failed, or its standard output was cut at the sandbox's limit.
-        SandboxError: no sandbox was available, or it was lost.
+        SandboxError: no sandbox was available, it was lost, or the relay did not start in it.
     """
     address = urlsplit(base_url)
     assert address.hostname is not None
@@ -115,6 +118,10 @@ async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sand
     """Borrow a sandbox of these options for the time of the block.
 
     The node's judge of the same pool lends it, so that agents and judges share the limit on sandboxes.
+
+    Raises:
+        ConfigError: there is no engine of containers, or a package or a token for the pool is missing.
+        SandboxError: no sandbox was free in time, or it cannot be started.
     """
     limits, pool = limits_of(box.limits), judge_pool_of(box.sandboxes)
     spec = Spec(

@@ -65,7 +65,7 @@ class RelayedClient:
 
 
 class Relay:
-    """The relay with all connections of the loopback."""
+    """The relay with all connections of the loopback. The `number` of a connection names it in frames."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -227,7 +227,7 @@ class Relay:
 
 
 def send(number: int, kind: int, data: bytes = b"") -> None:
-    """Send one frame to the host, which reads at all times."""
+    """Send one frame to the host, which reads at all times. The module's docstring describes its parts."""
     write(HEADER.pack(number, kind, len(data)) + data)
 
 

@@ -1,6 +1,10 @@
 """End of the relay on the host: connects the sandbox's end to one address, and to no other.
 
-`envs.relay.boxed` opens it for an agent in a sandbox without a network. `envs.relay.inside` describes the frames.
+`envs.relay.boxed` opens it for an agent in a sandbox without a network. Both ends exchange frames over a terminal:
+`OPEN` (a program has connected), `DATA`, `END` (no more bytes from this side), `CLOSED` (the connection was given up),
+and `CREDIT` (the receiver has passed on a number of bytes, so the sender may send as many more). At most `WINDOW` bytes
+of a connection are on their way in one direction. A mark precedes the first frame, which holds the port. The file
+`envs.relay.inside` describes the frames exactly.
 
 The sandbox is not trusted. Its frames only name connections and carry bytes, so it can do no more than any client of
 that address. The number of connections, and the bytes of each that wait here, are bounded. The task that reads frames
@@ -50,6 +54,7 @@ async def open_relay(sandbox: Shells, host: str, port: int) -> AsyncGenerator[in
 
     Raises:
         SandboxStartError: the relay does not start: the image has no Python, or the profile allows no internet sockets.
+        SandboxError: the sandbox opens no terminal.
     """
     async with unwrapped_group() as tasks:
         relay = _Relay(tasks, host, port)
@@ -86,7 +91,10 @@ class _Connection:
 
 
 class _Relay:
-    """Relay over one terminal. Its tasks connect to the address for the programs in the sandbox."""
+    """Relay over one terminal. Its tasks connect to the address for the programs in the sandbox.
+
+    The `number` of a connection, which the sandbox's end gives it, names it in frames.
+    """
 
     _terminal: Terminal
     """Terminal on which the other end runs. Set by `run`."""
@@ -136,7 +144,8 @@ class _Relay:
                     connection.scope.cancel()
 
     async def _read_frames(self) -> None:
-        """Process frames from the sandbox's end until the terminal ends.
+        """Process frames from the sandbox's end until the terminal ends, or until its first `CHATTER` bytes hold no
+        mark.
 
         Frames change the state of connections, and each new connection gets a task. This waits for the terminal alone:
         a slow connection must not delay the frames of the others.
@@ -272,7 +281,10 @@ class _Relay:
             await self._send(number, CLOSED)
 
     async def _forward(self, number: int, connection: _Connection, stream: SocketStream) -> None:
-        """Send the bytes of the program to the address, and end this direction after the last ones."""
+        """Send the bytes of the program to the address, and end this direction after the last ones.
+
+        Frames that are read meanwhile add to `connection.waiting`, so its bytes are taken out before each wait.
+        """
         while True:
             if connection.waiting:
                 data = bytes(connection.waiting)
