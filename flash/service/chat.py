@@ -92,10 +92,10 @@ class AgentRequest(msgspec.Struct, frozen=True):
     `each`."""
 
     @property
-    def form(self) -> list[dict[str, Any]]:
-        """Tools, and the arguments of the chat template if there are any.
+    def prompt_beginning(self) -> list[dict[str, Any]]:
+        """Everything that decides how the prompt begins: the tools, then the template's arguments if there are any.
 
-        Both change the beginning of the prompt, so all requests of one branch of the conversation have equal ones
+        All requests of one branch of the conversation begin equally, because a branch keeps its tokens
         (`flash.service.history`).
         """
         return [*self.tools, self.template] if self.template else list(self.tools)

@@ -9,11 +9,10 @@ answer. The prompt shows the tools before all messages, so all requests of a bra
 Clients may repeat the history in another form with the same meaning. Therefore `number_calls` replaces the ids of calls
 by numbers, `sort_results` sorts the results of calls, and `says_the_same` compares two messages.
 
-Each argument `tools` in this module is `AgentRequest.form` of a request: its tools, and the arguments of the chat
-template if it has any. A *call* is a call of a function (a tool) by the policy, and a *result* is a message with the
-result of one.
-`EpisodeSession` of `sessions` calls `History.place` when it looks at a request, and `History.answer` when the request
-has its answer.
+Each argument `tools` in this module is `AgentRequest.prompt_beginning` of a request: its tools, and the arguments of
+the chat template if it has any. A *call* is a call of a function (a tool) by the policy, and a *result* is a message
+with the result of one. `EpisodeSession` of `sessions` calls `History.place` when it looks at a request, and
+`History.answer` when the request has its answer.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class EpisodeSession:
         self._open.append(new)
         self._news.set()
         if len(self._open) > 1:
-            self.queued(PendingCall(new, self._history.place(request.messages, request.form)))
+            self.queued(PendingCall(new, self._history.place(request.messages, request.prompt_beginning)))
         return new
 
     async def count(self, request: AgentRequest) -> int:
@@ -357,7 +357,7 @@ class EpisodeSession:
         self._check_answerable(request)
         assert self.count_prompt is not None, "the environment sets it before the agent has the key"
         async with self._counting:
-            return await self.count_prompt(request, self._history.place(request.messages, request.form))
+            return await self.count_prompt(request, self._history.place(request.messages, request.prompt_beginning))
 
     def _check_answerable(self, request: AgentRequest) -> None:
         """Raise ApiError if the episode has ended, or the conversation does not end before an answer."""
@@ -413,7 +413,8 @@ class EpisodeSession:
         while not self._agent_over:
             if self._open:
                 call = self._open[0]
-                self._pending = PendingCall(call, self._history.place(call.request.messages, call.request.form))
+                place = self._history.place(call.request.messages, call.request.prompt_beginning)
+                self._pending = PendingCall(call, place)
                 return self._pending
             self._news = anyio.Event()
             await self._news.wait()
@@ -422,11 +423,12 @@ class EpisodeSession:
     def answer(self, answer: PolicyAnswer) -> None:
         """Answer the call that `next_call` has returned, and add the answer to the history."""
         assert self._pending is not None, "`next_call` has returned no call since the last answer"
-        place, form = self._pending.place, self._pending.call.request.form  # the end of a call drops its request's form
+        # The end of the call drops the content of its request, so it is read first.
+        place, beginning = self._pending.place, self._pending.call.request.prompt_beginning
         self._pending = None
         # The history gets the message as it was sent, because the agent's next request repeats that one.
         delivered = self._open.popleft().answered(answer)
-        self._history.answer(place, delivered.message, form)
+        self._history.answer(place, delivered.message, beginning)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the oldest open call. The history does not change, and an equal request becomes a new call."""

@@ -421,5 +421,5 @@ def test_arguments_of_the_chat_template_are_part_of_what_a_request_asks() -> Non
     plain, without = (read(body(**more)) for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}}))
     assert (plain.template, without.template) == ({}, {"enable_thinking": False})
     assert plain.digest() != without.digest()
-    assert plain.form == []
-    assert without.form == [{"enable_thinking": False}], "a branch has the same arguments throughout"
+    assert plain.prompt_beginning == []
+    assert without.prompt_beginning == [{"enable_thinking": False}], "a branch has the same arguments throughout"
