@@ -80,10 +80,12 @@ class EngineUsage:
     def __init__(self, lane: str) -> None:
         self.lane = lane
         self._times = StateTimes()
+        """Seconds in the states "busy" and "idle", from the first version on."""
         self._busy_since: float | None = None
         """Start of the current busy time. After this time has ended, it is kept, so that a short gap can be bridged.
         None before the first request."""
         self._bars: list[Activity] = []
+        """Bars that `take_bars` has not returned yet, in the order in which they ended."""
 
     def note_load(self, start: float, now: float, *, busy: bool) -> None:
         """Note that the engine has loaded a version, from `start` until `now`, and add a bar for the swap.

@@ -54,9 +54,12 @@ class FakeEngine:
         self.load_error: Exception | None = None
         """Error that each `load` raises while this is set."""
         self.closed = False
+        """True after `close`."""
         self._version = -1
         self._death: EngineDeadError | None = None
+        """Error of all calls of a dead or closed engine; None while it lives."""
         self._died = anyio.Event()
+        """Event that is set by `kill`, but not by `close`."""
         self._resumed = anyio.Event()
         """Event that is set unless a swap pauses the engine."""
         self._resumed.set()

@@ -117,6 +117,7 @@ class RolloutNode:
             for index, make in enumerate(make_engines)
         ]
         engines = [place.engine for place in self._places]
+        # An outage, a time without any engine, extends deadlines by at most the time that all restarts may take.
         outages, wakeup = OutageClock(waits.engine_return_s(config), now), Wakeup()
         self._proxy = LLMProxy(
             engines, link.first_engine, ProxySettings.of(config), outages, on_room=wakeup.notify, now=now

@@ -144,13 +144,15 @@ class PartialResponse:
     def complete(self, last: Completion) -> Completion:
         """Return the whole response. `last` is the completion of the last engine, with all tokens of that engine.
 
-        The pieces of that engine that `add` has appended are dropped first, because `last` contains them again.
+        The pieces of that engine that `add` has appended are left out, because `last` contains them again. This object
+        is not used after this, except for `length`, which then is the length of the whole response.
         """
         at = self._moved_at
         self._tokens = self._tokens[:at] + last.token_ids
         if at == 0:
             # One engine has sampled everything.
             return last
+        # The versions of the first `at` tokens.
         (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
         before = self._kept_until(at)
@@ -250,7 +252,7 @@ class LLMProxy:
         """
         while True:
             if record.deaths >= MAX_DEATHS:
-                self._fail_suspects(record.order[0])
+                self._fail_suspects(record.request.group_id)
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {record.death}")
             index = self._router.ask(record)
             if index is not None:
@@ -514,7 +516,7 @@ class LLMProxy:
         of deaths they raise a PoisonError in `_acquire_engine` as soon as they are woken.
         """
         for record, wait in self._waits.items():
-            if record.suspected and record.order[0] == group:
+            if record.suspected and record.request.group_id == group:
                 record.deaths = MAX_DEATHS
                 if record.arrival is not None:
                     self._router.withdraw(record)

@@ -80,6 +80,7 @@ class NodeReports:
         self._reported = blocked_s(), UserTask.abandoned
         """Blocked seconds and number of abandoned calls, at the last report. A call of users' code is abandoned if it
         goes on although it was cancelled."""
+        # Unix seconds of the start of this object, and of the last status, over which rates are averaged.
         self._started = self._last_status = now()
         self._host, self._process = socket.gethostname(), os.getpid()
         self._tokens = [0 for _ in proxy.records]

@@ -62,6 +62,7 @@ class RequestRecord:
         self.order = (request.group_id, request.task_id)
         """Order in the wait queue: requests with smaller numbers are taken first."""
         self.min_version = request.min_version
+        """Oldest version that may serve the request."""
         self.barred: frozenset[int] = frozenset()
         """Indices of engines that have failed the request. These engines get the request again only when all living
         engines have failed it."""
@@ -106,6 +107,7 @@ class EngineView:
         self.bound_waiting = 0
         """Number of requests that wait for this engine alone, because their group is bound to it."""
         self.alive = True
+        """False from the death of the engine until another one has its place."""
         self.closed = False
         """True if the engine takes no request until its swap, the load of a new version, is over. The proxy closes an
         engine that must be free of requests before the load."""
@@ -269,6 +271,7 @@ class Router:
             return []
         # Count the moves in `held`, one at a time, from the fullest engine to `engine`, which may itself be the
         # fullest.
+        # A closed engine gives none: all its requests leave, or end, before its swap anyway.
         held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         fuller = [index for index in held if self.views[index].version <= view.version]
 
@@ -280,6 +283,7 @@ class Router:
         least = UNEVEN
         while held[engine] < view.limit:
             giver = max(fuller, key=lambda index: (load(index), index))
+            # Compare the loads that the two engines would have after one more move.
             if load(giver, -1) - load(engine, 1) < least * load(giver):
                 break
             # Only the first move needs a clear difference. Further moves go on until the loads are equal.

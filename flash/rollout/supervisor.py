@@ -62,6 +62,7 @@ class RestartBudget:
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._in_a_row = 0
+        """Number of restarts since an engine was last healthy."""
         self._healthy_at = math.inf
         """Time from which on the serving engine counts as healthy; infinite if no engine serves."""
 

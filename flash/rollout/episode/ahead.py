@@ -51,6 +51,7 @@ class ExpectedResponse:
         self.tokens = 0
         """Number of tokens sampled so far."""
         self.finished = anyio.Event()
+        """Event that is set when the response is complete, or cannot be sampled."""
         self.outcome: Completion | FlashError | None = None
         """The response, or the error that prevented it. None until `finished` is set."""
 

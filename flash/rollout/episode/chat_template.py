@@ -550,7 +550,10 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> _MessageForm:
-        """Form of messages without calls: the first form in which the template shows the content of a message."""
+        """Form of messages without calls: the first form in which the template shows the content of a message.
+
+        If it shows the content in neither form, or there is no template, this is the default form.
+        """
         for form in (_MessageForm(), _MessageForm(content_as_parts=True)):
             if self._shows([_formed(QUESTION, form)], (), QUESTION.content):
                 return form

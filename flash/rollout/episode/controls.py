@@ -145,10 +145,12 @@ class ControlTokens:
         self._marks = {ord(letter): chr(FIRST_MARK + place) for place, letter in enumerate(alphabet)}
         self._letters = {ord(mark): chr(letter) for letter, mark in self._marks.items()}
         self._finder = _ControlTextFinder(contents)
+        """Finds the control tokens, and pieces of them, in the text of a template."""
         self._names = {form: names[content] for content in contents for form in self._marked_forms(content)}
         """Secret names by the marked forms in which a template may write a control token."""
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms)) or r"(?!)")
+        """Pattern of the keys of `_names`, the longest first. It matches nothing if there are no control tokens."""
         named_tokens: dict[str, Any] = tokenizer.special_tokens_map
         self._template_globals = {
             name: self._mark(token) if isinstance(token, str) else token for name, token in named_tokens.items()
@@ -275,9 +277,13 @@ class _ControlTextFinder:
         self._joined = "\0".join(contents)
         longest_first = sorted(contents, key=len, reverse=True)
         self._longest = max(map(len, contents), default=0)
+        """Number of characters of the longest control token; 0 if there is none."""
         self._complete = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        """Pattern of a whole control token. It matches nothing if there is none."""
         self._beginnings = {content[:length] for content in contents for length in range(1, len(content))}
+        """All beginnings of control tokens, without the whole tokens."""
         self._ends = {content[-length:] for content in contents for length in range(1, len(content))}
+        """All ends of control tokens, without the whole tokens."""
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each control token, and of each piece of one, in a text of the template. They may

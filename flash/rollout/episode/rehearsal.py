@@ -29,10 +29,11 @@ class Echo:
     """A `Responder` that answers at once with the last token of the prompt, in place of the engines."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
-        """Return a response of one token, of version 0 and with the made-up log-prob −1, which nothing uses."""
+        """Return a response of one token, of version 0 and with the made-up log-prob −1. It is never trained."""
         last = request.prompt[-1:]
         request.on_tokens(last)
-        # The token is no response in a form. Marked as cut off, it may make an agent fail.
+        # One token does not have the form that a grammar asks for. So the response is marked as cut off by its limit:
+        # an agent has to expect that such a response is incomplete, but not that a complete one has another form.
         return Completion(last, [-1.0], [VersionRun(0, 1)], "stop" if request.grammar is None else "length")
 
 

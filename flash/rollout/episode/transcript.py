@@ -413,7 +413,7 @@ class Transcript:
         """Let the next response have this form.
 
         Raises:
-            EnvError: engines cannot sample in this form.
+            EnvError: engines cannot sample in this form, or the run's responses can have no form at all.
         """
         if not self.limits.forms:
             raise EnvError(

@@ -103,20 +103,26 @@ class VLLMEngine:
         """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It changes when
         other trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
-        # `exact=True`: the fingerprint must equal the published one, as it can for an adapter in a single worker. None:
-        # the first load shows if the two can be equal.
+        """LoRA adapters that the engine holds, and their numbers of requests."""
+        # This object checks the fingerprint of each load. `exact=True`: the fingerprint must equal the published one,
+        # as it can for an adapter in a single worker. None: the first load shows if the two can be equal.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
+        """Numbers for the ids of requests in vLLM."""
         self._sampling = SamplingParameters(ends)
         self._closing = False
         """True if the engine is being closed, so that failing requests are no sign of a death."""
         self._processes = EngineProcesses(self._die)
         self._steps = StepWatch(waits.hang_s(config))
+        """Watch that finds out if the engine hangs."""
         self._death: EngineDeadError | None = None
+        """Error that says how the engine died; None while it lives, and also after a `close` without a death."""
         self._died = anyio.Event()
+        """Event that is set when `_death` is set."""
         self._answer_scope: anyio.CancelScope | None = None
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
+        """Computes the load of the engine from vLLM's numbers."""
         self._replays = grammars.GrammarReplays()
         """Maker of replays. A replay runs the grammar of a response over its sampled tokens once more, and so finds the
         tokens that could have been drawn: vLLM itself does not report them."""

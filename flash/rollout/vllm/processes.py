@@ -169,6 +169,7 @@ class EngineProcesses:
     def __init__(self, on_end: Callable[[str], object]) -> None:
         self._report = on_end
         self._core: BaseProcess | None = None
+        """The core; None until it was started."""
         self._given_up = False
         """True if the start was given up. A core that starts afterwards is killed at once."""
         self._lost_worker: int | None = None

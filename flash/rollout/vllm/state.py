@@ -71,6 +71,7 @@ class Adapters:
     def __init__(self, room: int) -> None:
         self._room = room
         self._numbers = count(1)
+        """Numbers of new adapters in vLLM, if there is room for several. A number is never used again."""
         self._held: list[Adapter] = []
         """Adapters in the engine, the newest last; unused unless there is room for several."""
         self._freed = anyio.Event()
@@ -146,6 +147,7 @@ class PressureGauge:
         self._excused = 0
         """Number of sequences that a swap has preempted and that do not run again yet."""
         self._hits, self._accepted = _Share(), _Share()
+        """Share of prompt tokens that were in the prefix cache, and share of draft tokens that were accepted."""
 
     @property
     def pressure(self) -> Pressure:
