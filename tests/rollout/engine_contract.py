@@ -30,20 +30,22 @@ class Subject(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """Started; its responses end at their limit."""
+        """The engine, which has started. Its responses end at their limit only."""
         ...
 
     def publish(self) -> Published:
-        """The next version."""
+        """Publish the next version of the weights, and return its announcement."""
         ...
 
 
 def ask(count: int, first: int = 5) -> ResponseRequest:
+    """Return a request for `count` tokens, after a prompt of three tokens that begins with `first`, which is also its
+    key."""
     return ResponseRequest([first, 6, 7], count, key=first)
 
 
 def each(versions: list[VersionRun]) -> list[int]:
-    """The version of each token."""
+    """Return the version of each token."""
     return [run.version for run in versions for _ in range(run.count)]
 
 
@@ -90,6 +92,7 @@ async def empty(engine: Engine) -> None:
 
 
 async def a_response_streams_and_ends_at_its_limit(subject: Subject) -> None:
+    """Check that a response has exactly its limit of tokens, all finite log-probs, and one version."""
     await subject.engine.load(subject.publish(), keep_cache=False)
     completion = await complete(subject.engine, ask(40))
     assert (len(completion.token_ids), completion.finish) == (40, "length")
@@ -98,12 +101,14 @@ async def a_response_streams_and_ends_at_its_limit(subject: Subject) -> None:
 
 
 async def an_empty_prompt_is_refused_and_the_engine_is_well(subject: Subject) -> None:
+    """Check that an empty prompt is an EngineRefusal, and that the next request is served."""
     with pytest.raises(EngineRefusal):
         await complete(subject.engine, ResponseRequest([], 4, key=0))
     assert len((await complete(subject.engine, ask(4))).token_ids) == 4
 
 
 async def an_aborted_response_leaves_and_its_late_tokens_reach_nobody(subject: Subject) -> None:
+    """Check that closed streams leave the engine, and that a later response has only its own tokens."""
     await subject.engine.load(subject.publish(), keep_cache=False)
     streams = await begin(subject.engine)
     assert subject.engine.pressure.running == 4
@@ -114,6 +119,7 @@ async def an_aborted_response_leaves_and_its_late_tokens_reach_nobody(subject: S
 
 
 async def a_cancelled_response_leaves(subject: Subject) -> None:
+    """Check that a response whose reader is cancelled leaves the engine."""
     await subject.engine.load(subject.publish(), keep_cache=False)
     (stream,) = await begin(subject.engine, 1)
     with anyio.CancelScope() as scope:
@@ -124,6 +130,7 @@ async def a_cancelled_response_leaves(subject: Subject) -> None:
 
 
 async def a_swap_in_flight_loses_nothing_and_stamps_later_tokens(subject: Subject) -> None:
+    """Check that eight running responses are complete after a swap, with the new version from some token on."""
     engine = subject.engine
     await engine.load(subject.publish(), keep_cache=False)
     before, published = engine.version, subject.publish()
@@ -153,6 +160,7 @@ async def a_swap_in_flight_loses_nothing_and_stamps_later_tokens(subject: Subjec
 
 
 async def a_request_in_a_pause_waits_and_gets_the_new_version(subject: Subject) -> None:
+    """Check that a request that comes during a swap is answered, in the end under the new version."""
     engine = subject.engine
     await engine.load(subject.publish(), keep_cache=False)
     streams = await begin(engine, 1)
@@ -172,6 +180,7 @@ async def a_request_in_a_pause_waits_and_gets_the_new_version(subject: Subject) 
 
 
 async def it_does_not_say_that_it_is_dead(subject: Subject) -> None:
+    """Check that `wait_dead` does not return while the engine lives."""
     with anyio.move_on_after(0.2) as waited:
         await subject.engine.wait_dead()
     assert waited.cancelled_caught
@@ -192,12 +201,13 @@ WHILE_IT_LIVES = (
 
 
 async def tokens_before_the_first_load_carry_no_version(subject: Subject) -> None:
+    """Check that tokens that are sampled before the first load have the version −1."""
     assert subject.engine.version == -1
     assert (await complete(subject.engine, ask(5))).versions == [VersionRun(-1, 5)]
 
 
 async def a_death_ends_everything_at_once(subject: Subject, kill: Callable[[], Awaitable[object]]) -> str:
-    """Requests in flight, requests after it, a swap: all fail for the same reason, which is returned."""
+    """Check that running requests, later requests and a later load fail for the same reason, and return it."""
     engine = subject.engine
     await engine.load(subject.publish(), keep_cache=False)
     streams = await begin(engine)
@@ -227,6 +237,7 @@ async def a_death_ends_everything_at_once(subject: Subject, kill: Callable[[], A
 
 
 async def a_death_in_a_swap_ends_the_swap(subject: Subject, kill: Callable[[], Awaitable[object]]) -> None:
+    """Check that a load raises an EngineDeadError when `kill` ends the engine during it."""
     await subject.engine.load(subject.publish(), keep_cache=False)
     streams = await begin(subject.engine)
     published = subject.publish()
@@ -239,6 +250,7 @@ async def a_death_in_a_swap_ends_the_swap(subject: Subject, kill: Callable[[], A
 
 
 async def a_closed_engine_serves_nobody(subject: Subject) -> None:
+    """Check that an engine may be closed twice, and raises an EngineDeadError for later requests."""
     await subject.engine.close()
     await subject.engine.close()
     with pytest.raises(EngineDeadError):

@@ -44,6 +44,7 @@ def family(name: str, folder: Path, template: str | None = None) -> HfTokenizer:
 
 
 def _bytes(name: str) -> Tokenizer:
+    """Return a byte-level BPE tokenizer in the manner of the family `name`: Qwen, Llama and others."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in MERGES)]
     # A word that its vocabulary has, and that is a control token's text too.
     words += ["<|eot_id|>"] if name == "llama" else []
@@ -62,6 +63,7 @@ def _bytes(name: str) -> Tokenizer:
 
 
 def _pieces(name: str) -> Tokenizer:
+    """Return a SentencePiece-like BPE tokenizer, with a token for each byte, in the manner of the family `name`."""
     words = ["<unk>", *SPECIAL[name], *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     merges = [("▁", "t"), ("i", "n"), ("[", "/"), ("t", "h"), ("I", "N")]
     words += [left + right for left, right in merges]

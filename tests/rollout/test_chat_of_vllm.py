@@ -32,6 +32,7 @@ CALLED = [Message("user", "one"), Message("assistant", "", "", (CALL,)), Message
 
 @pytest.fixture(scope="module")
 def smollm2() -> HfTokenizer:
+    """Return the tokenizer of the real model SmolLM2. Skips the test if the model is not on this machine."""
     if not MODEL.is_dir():
         pytest.skip(f"no {MODEL.name} here: flash fetch {MODEL.name} makes it")
     return HfTokenizer(ModelConfig(path=str(MODEL)))

@@ -46,10 +46,12 @@ def run_world(config: Config) -> tuple[World, SimReport]:
 
 
 def pressure(kv_used: float, *, waiting: int = 0, kv_tokens: int = CACHE) -> Pressure:
+    """Return the load of an engine of which only the use of the cache and the waiting requests matter."""
     return Pressure(running=0, waiting=waiting, kv_used=kv_used, preemptions=0, kv_tokens=kv_tokens)
 
 
 def lengths_of(responses: list[int]) -> ResponseLengths:
+    """Return the statistics of responses that have ended by themselves with these lengths."""
     lengths = ResponseLengths()
     for length in responses:
         lengths.grow(0, length)
@@ -107,7 +109,7 @@ def test_a_response_counts_the_same_in_one_piece_or_in_many() -> None:
 
 
 def test_responses_of_one_length_fill_the_cache_up_to_it() -> None:
-    """All end at 1,000 tokens: young ones take that each, and old ones are about to go."""
+    """All responses end at 1,000 tokens: a young one needs room for as many, and an old one is about to end."""
     lengths = lengths_of([1000] * 5000)
     young = limit_of(lengths, [(24, 0, 4096)])
     young.observe(pressure(24 / CACHE))
@@ -227,8 +229,10 @@ def test_drawn_lengths_fill_the_cache_without_a_storm_of_preemptions(responses: 
 
 
 class Decoder:
-    """An engine without time: a token a step for each that runs. The youngest is put back when the cache is too small,
-    and goes on before any other, with its context made again."""
+    """A simulated engine without a clock: each step gives every running sequence one token.
+
+    If the cache is too small, the youngest sequence is preempted. It runs again before all other waiting sequences.
+    """
 
     def __init__(self, cache: int) -> None:
         self._cache = cache
@@ -243,7 +247,7 @@ class Decoder:
         return sum(context for _, context, _ in self.running)
 
     def step(self) -> list[int]:
-        """Begin what fits, and decode; the numbers of those that have ended."""
+        """Begin the sequences that fit, decode one token of each, and return the numbers of those that have ended."""
         while self.waiting and (not self.running or self.used + self.waiting[0][1] + len(self.running) < self._cache):
             self.running.append(self.waiting.popleft())
         for one in self.running:
@@ -263,7 +267,8 @@ class Decoder:
 
 
 def replayed(cache: int, ceiling: int, longest: int, interval: int, responses: list[tuple[int, int]]) -> Decoder:
-    """A queue of responses, each a prompt and a length, through an engine that the law limits."""
+    """Run a queue of responses, each a (prompt tokens, length), on an engine within the limit, and return the
+    engine."""
     engine, limit = Decoder(cache), ConcurrencyLimit(ceiling, ResponseLengths())
     left, given = deque(enumerate(responses)), dict[int, int]()
     while left or given:
@@ -306,7 +311,7 @@ SHAPES: dict[str, Callable[[random.Random, int], float]] = {
 def test_whatever_lengths_are_drawn_the_cache_is_used_and_there_is_no_storm_of_preemptions(
     seed: int, shapes: list[str], longest: int, interval: int, fit: int
 ) -> None:
-    """Lengths change from one kind to another on the way, which no past tells."""
+    """The lengths change on the way, so the statistics of earlier responses are misleading."""
     rng = random.Random(seed)
     responses = [
         (rng.randrange(5, longest // 4), max(1, min(longest, int(SHAPES[shape](rng, longest)))))

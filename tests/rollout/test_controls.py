@@ -51,6 +51,7 @@ def hostile(name: str) -> st.SearchStrategy[str]:
 
 
 def plain(text: str) -> bool:
+    """Return True if a text has no character that could begin a control token, also after normalization."""
     return not any(mark in unicodedata.normalize("NFKC", text) for mark in "<[")
 
 
@@ -58,6 +59,7 @@ benign = st.text(st.characters(codec="utf-8"), max_size=20).filter(plain)
 
 
 def tool(name: str, description: str) -> Tool:
+    """Return a tool with one argument. `description` describes the function and the argument."""
     parameters = {"type": "object", "properties": {"a": {"type": "string", "description": description}}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -85,6 +87,7 @@ def shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _shown(message: Message) -> dict[str, Any]:
+    """Return a message as transformers' own chat templates take it."""
     one: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         one["reasoning_content"] = message.reasoning
@@ -110,6 +113,7 @@ def written(tokenizer: HfTokenizer, messages: Sequence[Message], tools: Sequence
 
 
 def controls(tokenizer: HfTokenizer, tokens: Sequence[int]) -> list[int]:
+    """Return the control tokens among `tokens`."""
     return [token for token in tokens if token in tokenizer.inner.added_tokens_decoder]
 
 
@@ -288,6 +292,7 @@ def test_what_a_template_decides_stays_as_transformers_has_it(data: st.DataObjec
 
 @pytest.fixture(scope="module")
 def deciding(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
+    """Return a tokenizer whose template decides by the content of the messages."""
     return family("qwen", tmp_path_factory.mktemp("deciding"), DECIDING)
 
 
@@ -303,6 +308,7 @@ def test_a_template_that_reads_its_own_marks_gives_what_transformers_gives(tmp_p
 
 
 def _normalizing(folder: Path) -> HfTokenizer:
+    """Save and return a tokenizer that normalizes text before it searches for its control token `<end>`."""
     vocabulary = [*map(chr, range(32, 127)), "\n", "<unk>", "<end>"]
     inner = Tokenizer(models.Unigram([(one, -1.0) for one in vocabulary], unk_id=vocabulary.index("<unk>")))
     inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

@@ -42,6 +42,7 @@ def simulated() -> Fake:
 
 
 def fake() -> Fake:
+    """Return a fake engine whose responses end at their limit only."""
     return Fake(FakeEngine(lambda prompt: list(range(10 * ENDLESS)), seconds_per_token=0.01))
 
 

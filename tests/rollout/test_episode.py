@@ -65,6 +65,7 @@ class CharTokenizer(Tokenizer):
 
 
 def text_of(observation: Any) -> str:
+    """Return the text of an observation: the text itself, or the joined contents of its messages."""
     return observation if isinstance(observation, str) else "".join(m.content for m in observation)
 
 
@@ -121,23 +122,29 @@ class Env:
 
 
 def go(shown: Any, reward: float = 0.0) -> Any:
+    """Return the result of a step after which the episode goes on with the observation `shown`."""
     return shown, reward, False, False, {}
 
 
 def end(reward: float, *, truncated: bool = False) -> Any:
+    """Return the result of the last step of an episode, which the environment ends or, if `truncated`, cuts."""
     return "over", reward, not truncated, truncated, {}
 
 
 def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> EpisodePlayer:
+    """Return a player of episodes in `env`. `changes` replace fields of `SETTINGS`."""
     settings = msgspec.structs.replace(SETTINGS, **changes)
     return EpisodePlayer(lambda kind: env, CharTokenizer(), proxy, settings, phases or Phases(), now=now)
 
 
 def now() -> float:
+    """Return the time in Unix seconds, far from 0, on the virtual clock."""
     return 1e6 + anyio.current_time()
 
 
 def run(env: Any, proxy: Responder, lease: Lease = LEASE, **changes: Any) -> Trajectory | Failure:
+    """Play one episode on the virtual clock, and return its result. `changes` replace fields of `SETTINGS`."""
+
     async def go() -> Trajectory | Failure:
         return await episode(env, proxy, **changes).play(lease, EpisodeProgress())
 
@@ -145,12 +152,14 @@ def run(env: Any, proxy: Responder, lease: Lease = LEASE, **changes: Any) -> Tra
 
 
 def succeed(env: Any, proxy: Responder, **changes: Any) -> Trajectory:
+    """Play one episode, and return its trajectory. A failure fails the test."""
     result = run(env, proxy, **changes)
     assert isinstance(result, Trajectory)
     return result
 
 
 def fail(env: Any, proxy: Responder, **changes: Any) -> Failure:
+    """Play one episode, and return its failure. Checks that the environment was closed once."""
     result = run(env, proxy, **changes)
     assert isinstance(result, Failure)
     assert env.closed == 1
@@ -161,6 +170,7 @@ FIVE = ["a", "bb", "ccc", "dd", "e"]
 
 
 def five_turns() -> tuple[Env, Script]:
+    """Return an environment of five turns, and a proxy with a response for each."""
     env = Env(*(go(f"after {i}", i / 10) for i in range(4)), end(1.0))
     return env, Script(*(say(text) for text in FIVE))
 
@@ -500,7 +510,7 @@ def test_a_blocking_environment_is_told_by_its_own_class() -> None:
 
 
 class Knowing(Env):
-    """Asks the episode about tokens, and lets the second response have three."""
+    """An environment that asks the episode about tokens, and limits the second response to three."""
 
     def inform(self, episode: EpisodeView) -> None:
         self.episode = episode
@@ -553,7 +563,7 @@ class Reporting(Script):
 
 
 class Listening(Env):
-    """Listens to the first response, and reads it when it is done."""
+    """An environment that listens to the first response, and reads it when it is complete."""
 
     def inform(self, episode: EpisodeView) -> None:
         self.episode = episode
@@ -594,7 +604,7 @@ def test_an_error_of_a_function_that_listens_to_a_response_fails_the_episode() -
 
 
 class Measuring(Env):
-    """Asks for the room of its next observation while the response before it is sampled."""
+    """An environment that asks for the room of its next observation while the response before it is sampled."""
 
     def inform(self, episode: EpisodeView) -> None:
         self.left: list[int] = []
@@ -779,7 +789,7 @@ class Blocked(CharTokenizer):
 
 
 class CountsPrompts(Env):
-    """Counts the tokens of prompts, without showing them, after each response."""
+    """An environment that counts the tokens of prompts after each response, without showing them."""
 
     def __init__(self, *results: Any, observation: str = "more") -> None:
         super().__init__(*results)

@@ -39,6 +39,8 @@ from tests.samples.cases import KeptStates
 
 
 class CharTokenizer(Tokenizer):
+    """A tokenizer with one token for each character, without an end of a turn."""
+
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in observation]
 
@@ -50,7 +52,7 @@ class CharTokenizer(Tokenizer):
 
 
 class Echo:
-    """Pays 1 for the answer `yes`; seeds decide how long it takes."""
+    """An environment that pays 1 for the answer `yes`. `step_seconds` returns the seconds of a step, given the seed."""
 
     def __init__(self, step_seconds: Callable[[int], float] = lambda seed: 0.0) -> None:
         self._seconds = step_seconds
@@ -68,6 +70,7 @@ class Echo:
 
 
 def make_config(**changes: Any) -> Config:
+    """Return the configuration of a small run without GPUs. `changes` replace keys of the sections that they name."""
     base: dict[str, Any] = {
         "run": {"name": "test", "steps": 4},
         "model": {"path": "fake", "max_length": 64},
@@ -84,7 +87,7 @@ def make_config(**changes: Any) -> Config:
 
 
 class FakeTrainer:
-    """Publishes, trains for a set time, commits: what a trainer rank does, without a model."""
+    """A trainer rank without a model: it publishes versions, trains for a set time, and commits."""
 
     def __init__(self, hub: Hub, seconds: float, snapshots: Mapping[int, bytes], version: int = 0) -> None:
         self._hub = InProcessCaller(hub)
@@ -160,7 +163,7 @@ class World:
 
     @property
     def engines(self) -> list[FakeEngine]:
-        """Engines that are there now."""
+        """Newest engine of each place."""
         return [line.newest for line in self.lines]
 
     def build(self) -> Hub:
@@ -201,10 +204,12 @@ class World:
 
 
 def run(world: World) -> RunEnd:
+    """Run a world, the hub with its trainer and nodes, on the virtual clock until its end."""
     return run_virtual(world.run)
 
 
 def ages(world: World) -> list[int]:
+    """Return the ages, in steps, of the trained tokens whose versions are not too old for their shards."""
     return [
         shard.step - version
         for shard in world.trainer.shards
@@ -491,7 +496,7 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
 
 
 class SlowToStart(FakeEngine):
-    """Takes five seconds."""
+    """A fake engine that takes five seconds to start."""
 
     closed = False
 
@@ -627,7 +632,7 @@ def test_the_start_of_the_engines_goes_on_when_the_hub_is_lost_meanwhile() -> No
 
 
 class Service:
-    """Something that the episodes of a node share."""
+    """A resource that the episodes of a node share. It records when it is opened, used and closed."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -31,11 +31,13 @@ SLOTS = 3
 
 
 def engine(slots: int = SLOTS, text: str = "yes", seconds: float = 0.5, swap: float = 0.1) -> FakeEngine:
+    """Return a fake engine that answers every prompt with `text`. `seconds` is the time of a token, `swap` of a
+    load."""
     return FakeEngine(lambda prompt: [ord(c) for c in text], seconds, swap, slots)
 
 
 def config(**changes: Any) -> Config:
-    """Engines of few slots, and as many episodes as keep them full."""
+    """Return the configuration of engines with few slots, and of as many episodes as keep them full."""
     return make_config(
         **{
             "rollout": {"max_concurrent": "auto", **changes.pop("rollout", {})},
@@ -46,7 +48,7 @@ def config(**changes: Any) -> Config:
 
 
 class FakeHub:
-    """Gives leases while it has some, and one version after another; keeps what comes home."""
+    """A hub that gives leases while it has some, and announces one version after another. It keeps all results."""
 
     def __init__(self, leases: int, min_version: Callable[[int], int] = lambda number: 0) -> None:
         self.ready = [Lease(n, Task(n, n // 2, n % 2, n // 2), min_version(n)) for n in range(leases)]
@@ -128,6 +130,7 @@ class Steps(Echo):
 
 
 def node_of(hub: FakeHub, engines: list[FakeEngine], env: Callable[[], Any] = Echo, **changes: Any) -> RolloutNode:
+    """Return a node at `hub` with one place for each of `engines`. `changes` replace keys of the configuration."""
     now = anyio.current_time
     makers = [same_engine(fake) for fake in engines]
     link, played = HubLink(0, 0, hub), NodeEnvironment(lambda kind: wrap(env()))

@@ -93,7 +93,7 @@ class Incarnations:
         self._lost.set()
 
     async def run(self, cuts: Sequence[int]) -> RunEnd:
-        """The hub is cut off at each of these versions, and the next one begins where it was."""
+        """Run until the end. The hub is lost at each of the versions `cuts`, and the next hub recovers its state."""
         async with sharing("test"), anyio.create_task_group() as tasks:
             for number, cut in enumerate([*cuts, None], start=1):
                 end = await self._serve(tasks, number, cut)

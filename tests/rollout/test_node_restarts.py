@@ -26,18 +26,20 @@ STEPS = 8
 
 
 def world(engines: int, **changes: Any) -> World:
+    """Return a run of 20 steps whose nodes have this number of engines. `changes` replace keys of the configuration."""
     changes.setdefault("run", {"steps": 20})
     return World(config(**changes), engines=[partial(started, text="yes and more")] * engines)
 
 
 def started(**changes: Any) -> FakeEngine:
+    """Return a fake engine that takes `START_S` to start."""
     made = engine(**changes)
     made.start_seconds = START_S
     return made
 
 
 def run_with(world: World, *events: tuple[float, Callable[[], object]]) -> RunEnd:
-    """The run, in which things happen after so many seconds each."""
+    """Run a world until its end. `events`: seconds after the event before, and a function that is then called."""
 
     async def go() -> RunEnd:
         ends: list[RunEnd] = []
@@ -56,6 +58,7 @@ def run_with(world: World, *events: tuple[float, Callable[[], object]]) -> RunEn
 
 
 def nothing_is_lost(world: World, end: RunEnd, *, steps: int = 20) -> None:
+    """Check that the run made all its steps, and that no sample was repeated or given up."""
     assert (end.reason, end.version) == ("finished", steps)
     assert end.ledger["issued"] == end.ledger["trained"] == 8 * steps
     assert not [name for name in end.ledger if name.startswith(("retried", "given_up_"))]
@@ -128,6 +131,7 @@ def test_an_engine_that_fails_all_its_requests_is_started_again() -> None:
 
 
 def fail_loads(fake: FakeEngine, error: FlashError) -> None:
+    """Make each later load of the engine raise `error`."""
     fake.load_error = error
 
 
@@ -157,7 +161,7 @@ def test_a_first_version_that_cannot_be_loaded_ends_the_node_at_once() -> None:
 
 
 def ends_of_starts(*ends: Exception | None) -> Callable[[], FakeEngine]:
-    """Makes engines whose starts end so, one after the other, and from then on well."""
+    """Return a maker of engines. The start of each raises one of `ends` (None: no error); later starts raise none."""
     each = iter(ends)
 
     def make() -> FakeEngine:

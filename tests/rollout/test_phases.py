@@ -18,10 +18,12 @@ from flash.types import Lease, Split, Task
 
 
 def lease(number: int, group: int = 0, split: Split = "train") -> Lease:
+    """Return a lease with the number `number`, of a sample of the group `group`."""
     return Lease(number, Task(number, group, number, seed=group, split=split), min_version=0)
 
 
 def config(**rollout: Any) -> Config:
+    """Return a configuration with these keys of `[rollout]`."""
     tables = {"run": {"name": "t"}, "model": {"path": "m"}, "env": {"path": "e:E"}, "rollout": rollout}
     return msgspec.convert(tables, Config)
 
@@ -150,6 +152,11 @@ episodes = st.lists(
 def play(
     room: Phases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
 ) -> list[tuple[str, float, float]]:
+    """Play episodes by a plan, and return a log of (event, start, end) triples, with times of the virtual clock.
+
+    Each entry of `plan` has the time at which an episode enters, the seconds of its responses and steps, and the
+    seconds after which it is cancelled (None: never).
+    """
     log: list[tuple[str, float, float]] = []
 
     async def one(number: int, enter: float, delays: list[tuple[float, float]], cancelled: float | None) -> None:

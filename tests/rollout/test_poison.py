@@ -18,7 +18,7 @@ from tests.rollout.test_routing import views
 
 
 class Mortal(FakeEngine):
-    """Dies half a second after it has begun one of some tasks, before its first token."""
+    """An engine that dies half a second after it has begun a request of certain tasks, before its first token."""
 
     def __init__(self, *deadly: int, seconds_per_token: float = 1.0) -> None:
         super().__init__(answer, seconds_per_token, SWAP_S, SLOTS)
@@ -33,7 +33,7 @@ class Mortal(FakeEngine):
 
 
 class Ward(House):
-    """Engines that die, and are followed by others like them; counts the deaths."""
+    """A proxy over engines that die and are replaced by others like them. It counts the deaths."""
 
     deaths = 0
 
@@ -169,7 +169,7 @@ def test_failures_to_load_and_engines_that_only_fail_blame_no_request() -> None:
 
 
 def record(task: int) -> RequestRecord:
-    """The record of a task's only request."""
+    """Return the router's record of the only request of a task."""
     return RequestRecord(ResponseRequest([1], 1, key=task, group_id=task, task_id=task))
 
 

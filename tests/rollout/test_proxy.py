@@ -31,15 +31,17 @@ RETURN_S = 5000.0
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
-    """`prompt[1]` tokens that only this prompt gives."""
+    """Return a response of `prompt[1]` tokens, which no prompt with another first token gives."""
     return [prompt[0] * 1000 + at for at in range(prompt[1])]
 
 
 def engine(seconds_per_token: float = 1.0, slots: int = SLOTS) -> FakeEngine:
+    """Return a fake engine that gives a token every `seconds_per_token`."""
     return FakeEngine(answer, seconds_per_token, SWAP_S, slots)
 
 
 def published(version: int) -> Published:
+    """Return a published version without content."""
     return Published(version, "tcp", b"", Canary([], []))
 
 
@@ -109,14 +111,14 @@ class House:
         self.ended_at[task] = anyio.current_time()
 
     def check(self, task: int, length: int) -> None:
-        """The response is whole, whatever happened to it."""
+        """Check that the response of a task has all its `length` tokens, with log-probs and versions."""
         completion = self.done[task]
         assert completion.token_ids == answer([task, length])
         assert len(completion.logprobs) == length
         assert sum(run.count for run in completion.versions) == length
 
     def check_empty(self) -> None:
-        """Nothing is left behind in the proxy nor in the engines."""
+        """Check that no request waits or runs in the proxy or in an engine."""
         router = self.proxy._router
         assert router.waiting == 0
         assert [view.held for view in router.views] == [0] * len(self.engines)
@@ -124,11 +126,12 @@ class House:
 
 
 def served_by(house: House) -> list[list[int]]:
-    """The tasks of each engine's requests."""
+    """Return the tasks of the requests that each engine has got, in their order."""
     return [[request.prompt[0] for request in engine.requests] for engine in house.engines]
 
 
 def run(scenario: Callable[[], Awaitable[Any]]) -> None:
+    """Run a scenario on the virtual clock."""
     run_virtual(scenario)
 
 

@@ -53,7 +53,7 @@ class Stage:
 
 
 class Formed(Stage):
-    """Asks for a number, and fails if it gets another answer that is complete."""
+    """An environment that asks for a number, and fails if it gets another answer that is complete."""
 
     def inform(self, episode: EpisodeView) -> None:
         self._episode = episode
@@ -69,6 +69,8 @@ class Formed(Stage):
 
 
 class FormTokenizer(CharTokenizer):
+    """A tokenizer that can make a grammar of any form."""
+
     def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
         return Grammar("a number")
 
@@ -79,6 +81,8 @@ CHARACTERS = CharTokenizer()
 def played(
     stage: Stage, run_seed: int = 0, settings: EpisodeSettings = SETTINGS, tokenizer: CharTokenizer = CHARACTERS
 ) -> Trajectory:
+    """Return the trajectory of a rehearsal in the environment `stage`."""
+
     async def go() -> Trajectory:
         return await rehearse(
             *(tokenizer, lambda kind: stage, str, settings),

@@ -14,12 +14,13 @@ EVERY_S = 2.0
 
 
 def looks(one: World, *at: float) -> tuple[list[HubNow], list[tuple[float, Callable[[], object]]]]:
-    """Pictures of the cluster, and the events in which they are taken, after so many seconds each."""
+    """Return a list for the hub's pictures of the cluster, and the events for `run_with` that add one each."""
     seen: list[HubNow] = []
     return seen, [(seconds, lambda: seen.append(one.hub.overview())) for seconds in at]
 
 
 def status(picture: HubNow) -> NodeStatus:
+    """Return the status of the only node in a picture of the hub."""
     (node,) = picture.nodes
     assert node.status is not None
     return node.status

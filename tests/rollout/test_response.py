@@ -15,6 +15,7 @@ TOKENS = st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3)), max
 
 
 def piece(token: int, version: int) -> Progress:
+    """Return a piece of one token, whose log-prob and kept set follow from the token."""
     return Progress([token], [-float(token)], [VersionRun(version, 1)], kept([token]))
 
 
@@ -24,6 +25,7 @@ def kept(tokens: list[int]) -> Kept:
 
 
 def versions_of(completion: Completion) -> list[int]:
+    """Return the version of each token of a response."""
     return [run.version for run in completion.versions for _ in range(run.count)]
 
 

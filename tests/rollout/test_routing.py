@@ -17,21 +17,22 @@ LIMIT = 4
 
 
 def views(limit: int, versions: Sequence[int]) -> list[EngineView]:
-    """Engines that may hold so many requests, of these versions."""
+    """Return engines that may hold `limit` requests each, with these versions."""
     return [EngineView(index, limit, version) for index, version in enumerate(versions)]
 
 
 def only(request: RequestRecord) -> int | None:
-    """The only engine that a request waits for, if any."""
+    """Return the index of the only engine that a waiting request may get; None if it may get any."""
     return request.need and request.need.engine
 
 
 def record(group: int, task: int, min_version: int = 0) -> RequestRecord:
-    """The record of a request of one token."""
+    """Return the router's record of a request of one token."""
     return RequestRecord(ResponseRequest([1], 1, key=task, group_id=group, task_id=task, min_version=min_version))
 
 
 def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
+    """Ask the router for an engine for a new request. Returns the index of the engine, or None if the request waits."""
     return router.ask(record(group, task, min_version))
 
 
@@ -317,6 +318,8 @@ class Traffic(RuleBasedStateMachine):
 
 
 class BoundTraffic(Traffic):
+    """Random traffic in which all requests of a group go to one engine."""
+
     bind = True
 
 

@@ -22,16 +22,17 @@ from tests.samples.cases import trajectory
 
 
 def lease(number: int) -> Lease:
+    """Return a lease whose number is also the number of its task and group."""
     return Lease(number, Task(number, number, 0, number), 0)
 
 
 def ended(of: Lease, tokens: int = 1) -> Failure:
-    """Any result: the scheduler does not look inside."""
+    """Return a result of a lease. The scheduler does not look inside."""
     return Failure(of.task, Outcome.ENV_ERROR, "ended", tokens)
 
 
 class FakeHub:
-    """Gives the leases that it has, and keeps results. Keeps a request open while it has nothing, as the hub does."""
+    """A hub that gives its leases and keeps results. It keeps a request open while it has nothing, as the hub does."""
 
     def __init__(self, count: int) -> None:
         self.ready = [lease(number) for number in range(count)]
@@ -83,7 +84,7 @@ class FakeHub:
 
 
 class Engine:
-    """Slots that episodes hold while they generate."""
+    """An engine of slots, one of which an episode holds while it generates."""
 
     def __init__(self, slots: int) -> None:
         self.free = slots
@@ -102,6 +103,7 @@ class Engine:
 
 
 def run(scenario: Callable[[], Awaitable[Any]]) -> None:
+    """Run a scenario on the virtual clock."""
     run_virtual(scenario)
 
 
@@ -313,7 +315,7 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
 
 
 class Keeps(FakeHub):
-    """Keeps each delivery apart; the first one takes a while."""
+    """A hub that keeps the leases of each delivery. The first delivery takes a while."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -325,6 +327,7 @@ class Keeps(FakeHub):
 
 
 async def deliveries_of(tokens: int, count: int) -> list[list[int]]:
+    """Return the leases of each delivery, if `count` episodes end at once, each with this number of tokens."""
     hub = Keeps(count)
 
     async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:

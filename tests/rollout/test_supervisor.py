@@ -85,11 +85,12 @@ class Diary:
 
 
 def engine() -> FakeEngine:
+    """Return a fake engine that takes 5 seconds to start."""
     return FakeEngine(lambda prompt: [], start_seconds=5.0)
 
 
 def supervised(diary: Diary, line: FakeLine, most: int) -> EngineSupervisor:
-    """The supervisor of a node with one place."""
+    """Return the supervisor of a node with one place, for at most `most` restarts in a row."""
     now = anyio.current_time
     hub, wakeup = HubClient(HubLink(0, 7, diary), None, 2 * LONG_POLL_S), Wakeup()
     place = EnginePlace(0, 7, line, START_S)
@@ -100,6 +101,7 @@ def supervised(diary: Diary, line: FakeLine, most: int) -> EngineSupervisor:
 
 
 async def unplayed(lease: Lease, progress: EpisodeProgress) -> Failure:
+    """Fail the test: no episode is played here."""
     raise AssertionError("no lease is granted here")
 
 
@@ -145,12 +147,12 @@ KILLED = "the fake engine was killed"
 
 
 def restarts(number: int, most: int, pause_s: int, death: str = KILLED) -> str:
-    """The note of a death after which another engine starts."""
+    """Return the note about a death after which another engine starts."""
     return f"{death}. It starts again in {pause_s} s ({number} of {most} restarts in a row)"
 
 
 def was_last(most: int, death: str = KILLED) -> str:
-    """The note of a death after which no engine is left."""
+    """Return the note about a death after which no engine is left."""
     return f"{death}. It was the last one of node 0, which ends with it: cluster.max_restarts is {most}"
 
 

@@ -26,6 +26,8 @@ SECONDS = 20.0
 
 
 def trajectory(tokens: Sequence[int], spans: Sequence[tuple[int, int]], branches: tuple[int, ...] = (0,)) -> Trajectory:
+    """Return a trajectory of these tokens. `spans` are the (start, stop) positions of its responses; `branches`: its
+    branches' first positions."""
     count = sum(stop - start for start, stop in spans)
     which = [max(number for number, begin in enumerate(branches) if begin <= start) for start, _ in spans]
     return Trajectory(
@@ -47,6 +49,7 @@ def says(prompt: Sequence[int], place: int) -> float:
 
 
 def answer(prompt: Sequence[int], text: Callable[[int], str] = chr) -> httpx.Response:
+    """Return vLLM's answer to a prompt, with the log-prob of each token by `says` and its text by `text`."""
     told: list[dict[str, Any] | None] = [None]
     for place, token in enumerate(prompt[1:], 1):
         told.append({str(token): {"logprob": says(prompt, place), "rank": 1, "decoded_token": text(token)}})
@@ -73,12 +76,15 @@ class Counting:
 
 @asynccontextmanager
 async def taught(server: Callable[[httpx.Request], httpx.Response]) -> AsyncGenerator[ServedTeacher]:
+    """Give the block a teacher whose requests are answered by the function `server`."""
     teacher = ServedTeacher(URL, SECONDS, httpx.MockTransport(server))
     yield teacher
     await teacher.aclose()
 
 
 def told(made: Trajectory | Failure, server: Callable[[httpx.Request], httpx.Response]) -> Trajectory | Failure:
+    """Return the result of a teacher's `score` for `made`, with this server."""
+
     async def ask() -> Trajectory | Failure:
         async with taught(server) as teacher:
             return await teacher.score(made)
@@ -87,6 +93,7 @@ def told(made: Trajectory | Failure, server: Callable[[httpx.Request], httpx.Res
 
 
 def numbers(made: Trajectory | Failure) -> list[float]:
+    """Return the teacher's log-probs of a trajectory."""
     assert isinstance(made, Trajectory)
     assert made.teacher is not None
     return np.frombuffer(made.teacher, dtype="<f4").tolist()
@@ -159,6 +166,8 @@ def test_a_server_that_stays_away_is_given_up_in_time() -> None:
 
 
 def check(server: Counting, length: int = 9) -> None:
+    """Check a server at the start of a run, for samples of `length` tokens."""
+
     async def ask() -> None:
         async with taught(server) as teacher:
             await teacher.check(length, 101, lambda tokens: list(map(chr, tokens)))

@@ -83,6 +83,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def user(text: str) -> Message:
+    """Return a message of the user."""
     return Message("user", text)
 
 
@@ -273,6 +274,7 @@ NO_THINKING = {"enable_thinking": False}
 
 
 def text_of(tokenizer: HfTokenizer, tokens: list[int]) -> str:
+    """Return the text of tokens, special tokens included."""
     return tokenizer.inner.decode(tokens)
 
 

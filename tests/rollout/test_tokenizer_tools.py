@@ -19,6 +19,7 @@ RESULT = Message("tool", "two", tool_call_id=CALL.id, name="add")
 
 
 def tokenizer_of(name: str, folder: Path, template: str | None = None) -> HfTokenizer:
+    """Save and return the tokenizer of a model's family; `template` replaces its chat template."""
     tokenizer = HfTokenizer(ModelConfig(path=FORMS[name].save(folder)))
     if template is not None:
         tokenizer.inner.chat_template = template
@@ -26,10 +27,12 @@ def tokenizer_of(name: str, folder: Path, template: str | None = None) -> HfToke
 
 
 def token(tokenizer: HfTokenizer, text: str) -> int:
+    """Return the id of the token with this text."""
     return tokenizer.inner.convert_tokens_to_ids(text)
 
 
 def whole(tokenizer: HfTokenizer, messages: list[Message]) -> str:
+    """Return the text of a rendered conversation that offers the tool `ADD`."""
     return tokenizer.inner.decode(tokenizer.render(messages, [ADD]))
 
 

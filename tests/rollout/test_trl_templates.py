@@ -104,6 +104,7 @@ def thought(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def calls(*names: str) -> dict[str, Any]:
+    """Return an assistant's message that calls these functions, in the form of chat templates."""
     made = [
         {"id": f"abcdefgh{place}", "type": "function", "function": {"name": name, "arguments": '{"place": "Rome"}'}}
         for place, name in enumerate(names)
@@ -112,6 +113,7 @@ def calls(*names: str) -> dict[str, Any]:
 
 
 def results(*names: str) -> list[dict[str, Any]]:
+    """Return a result for each call of `calls`, in the form of chat templates."""
     return [
         {"role": "tool", "tool_call_id": f"abcdefgh{place}", "name": name, "content": f"fine {place}"}
         for place, name in enumerate(names)
@@ -134,6 +136,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 def of(table: dict[str, str], name: str) -> str | None:
+    """Return the value of the first key of `table` with which `name` begins; None if there is none."""
     return next((value for key, value in table.items() if name.startswith(key)), None)
 
 
@@ -249,6 +252,7 @@ def reason(text: str) -> str:
 
 
 def outcomes(name: str) -> dict[str, str]:
+    """Return the outcome of each of `CASES` with the template `name`, by the name of the case."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = made(name, Path(folder))
         return {case: outcome(tokenizer, case) for case in CASES}

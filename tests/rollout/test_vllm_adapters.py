@@ -36,7 +36,7 @@ PROMPT = [7, 8, 9] * 60
 
 @dataclass
 class Served:
-    """A base, an engine that serves adapters of it, and the trainer's end of the wire."""
+    """A base model, an engine that serves adapters of it, and the publisher of the versions."""
 
     base: Any
     engine: VLLMEngine
@@ -48,7 +48,7 @@ class Served:
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 
     def publish(self) -> Published:
-        """The next version, of adapters that are drawn anew."""
+        """Publish adapters with random weights as the next version."""
         import torch
 
         version = next(self.versions)
@@ -71,7 +71,7 @@ class Served:
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))
 
     def check(self, prompt: list[int], completion: Completion) -> None:
-        """Each token's log-prob is that of the version that it is said to be of, over all tokens before it."""
+        """Check the log-prob of each token against the merged weights of the version with which it is labelled."""
         start = len(prompt) - 1
         for run in completion.versions:
             stop = start + run.count
@@ -83,6 +83,8 @@ class Served:
 
 @contextlib.contextmanager
 def serving(folder: Path, swap: str) -> Generator[Served]:
+    """Give the block a started engine of a LoRA run, and the publisher of its versions. `swap`: a value of
+    `rollout.swap`."""
     from flash.weights.publisher import make_publisher
 
     base, config = make_model(folder), make_config(folder)
@@ -103,14 +105,14 @@ def serving(folder: Path, swap: str) -> Generator[Served]:
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Each version takes the place of the one before."""
+    """Serve with room for one adapter: each version replaces the one before."""
     with serving(tmp_path_factory.mktemp("model"), "recompute") as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def staying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Three versions stand beside each other."""
+    """Serve with room for several adapters, which stay beside each other."""
     with serving(tmp_path_factory.mktemp("model"), "drain") as served:
         yield served
 

@@ -46,7 +46,8 @@ END = 1
 
 
 def make_model(folder: Path, *, tied: bool = True, mixture: bool = False) -> Any:
-    """A random Qwen3 and its tokenizer, saved as a model folder; channel 0 of its embeddings is a constant.
+    """Save a random Qwen3 and its tokenizer as a model folder, and return the model. Channel 0 of its embeddings is
+    constant.
 
     The experts of a mixture have a width that the kernels of the CPU pad.
     """
@@ -111,7 +112,7 @@ def change(model: Any, seed: int) -> None:
 
 
 def next_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-prob of token i+1 given tokens 0…i, by Hugging Face."""
+    """Return Hugging Face's log-prob of each token after the first one, given all tokens before it."""
     import torch
 
     with torch.no_grad():
@@ -122,7 +123,7 @@ def next_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) ->
 
 @dataclass
 class Served:
-    """A model, an engine that serves it, and the trainer's end of the wire."""
+    """A model, an engine that serves it, and the publisher of its versions."""
 
     model: Any
     config: Config
@@ -135,7 +136,7 @@ class Served:
     """Bytes of the last version."""
 
     def publish(self, *, canary_shift: float = 0.0) -> Published:
-        """The model as it is now, as the next version."""
+        """Publish the present weights of the model as the next version. `canary_shift` makes its log-probs wrong."""
         version = next(self.versions)
         offer = self.publisher.publish(version, self.model.named_parameters())
         self.sent = offer.sent_bytes
@@ -152,6 +153,7 @@ class Served:
 
 
 def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()) -> ResponseRequest:
+    """Return a request for at most `count` tokens."""
     return ResponseRequest(prompt, count, key=0, sampling=Sampling(temperature), stop=stop)
 
 
@@ -163,6 +165,7 @@ def make_config(
     reasoning_parser: str | None = None,
     **deadlines: float,
 ) -> Config:
+    """Return the configuration of an engine on the CPU, for the model in `folder`. `vllm` are vLLM's own arguments."""
     engine = {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8}
     tree = {
         "weights": {"backend": weights},
@@ -187,7 +190,7 @@ def serving(
     reasoning_parser: str | None = None,
     **deadlines: float,
 ) -> Generator[Served]:
-    """An engine for the model that was saved in the folder, with more arguments for vLLM."""
+    """Give the block a started engine for the model in `folder`, and the publisher of its versions."""
     from flash.weights.publisher import make_publisher
 
     config = make_config(folder, dtype, weights, vllm, reasoning_parser, **deadlines)
@@ -217,7 +220,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An engine that the tests may break."""
+    """Serve a model with an engine that the tests may break."""
     folder = tmp_path_factory.mktemp("model")
     with serving(folder, make_model(folder)) as served:
         yield served
@@ -666,6 +669,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
 
 
 def engine_children() -> set[int]:
+    """Return the process ids of the cores that this process has started."""
     found = multiprocessing.active_children()
     return {child.pid for child in found if child.name.startswith("EngineCore") and child.pid is not None}
 
@@ -697,7 +701,7 @@ def test_heads_that_the_attention_of_the_cpu_does_not_do_are_told_before_a_proce
 
 
 def processes_of_group(group: int) -> list[int]:
-    """The living: a process that ended and was not reaped by its parent is not one."""
+    """Return the process ids of a process group, without processes that have ended and were not reaped yet."""
     members = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -81,7 +81,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
 
 
 def children_of(core: int) -> list[int]:
-    """The processes that it has forked."""
+    """Return the process ids of a core's children."""
     children: list[int] = []
     for thread in Path(f"/proc/{core}/task").iterdir():
         children += map(int, (thread / "children").read_text().split())

@@ -10,6 +10,7 @@ from flash.rollout.vllm.state import SHARE_STEPS, PressureGauge
 
 
 def read(gauge: PressureGauge, resumed: int, *, waiting: int = 0) -> Pressure:
+    """Let the gauge read a step of eight sequences, of which `resumed` run again, and return the load."""
     gauge.read(running=8, waiting=waiting, kv_used=0.5, resumed=resumed)
     return gauge.pressure
 

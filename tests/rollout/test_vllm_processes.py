@@ -48,7 +48,7 @@ def core(worker: Any, tells: bool) -> None:
 
 
 def begin(*, tells: bool = False) -> tuple[BaseProcess, int]:
-    """A core, and the process id of its worker."""
+    """Start a core. Return it, and the process id of its worker."""
     receive, send = multiprocessing.Pipe(duplex=False)
     process = FakeCore(target=core, args=(send, tells), name="EngineCore_0", daemon=True)
     process.start()

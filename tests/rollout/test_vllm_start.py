@@ -31,6 +31,7 @@ TORCHRUN = {
 
 
 def make_config(path: str = "org/model", gpus: int = 0, backend: str = "auto", **engine: Any) -> Config:
+    """Return a configuration with this model, number of GPUs and weight backend, and these keys of `[engine]`."""
     tree = {
         "run": {"name": "test", "seed": 5},
         "model": {"path": path},
@@ -43,6 +44,7 @@ def make_config(path: str = "org/model", gpus: int = 0, backend: str = "auto", *
 
 
 def variables(config: Config, inherited: dict[str, str] | None = None, cpus: list[int] | None = None) -> dict[str, str]:
+    """Return the variables of an engine whose node loop has the process id 77."""
     return engine_variables(config, inherited or {}, cpus or [0, 1], 77)
 
 

@@ -22,10 +22,12 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def body(**fields: Any) -> bytes:
+    """Return the body of a request that says hello, with further fields."""
     return msgspec.json.encode({"model": "policy", "messages": HELLO, **fields})
 
 
 def refusal(given: bytes) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the error of a body that is refused. Checks the form of the error."""
     with pytest.raises(ApiError) as refused:
         read(given)
     answered = msgspec.json.decode(refused.value.body)

@@ -16,10 +16,12 @@ from tests.service.told import told_in
 
 
 def wanted(kept: EarlierAnswers | None = None, **fields: Any) -> AgentRequest:
+    """Return the request of a body with the text `one`, after the answers in `kept`. `fields` replace its fields."""
     return read(msgspec.json.encode({"model": "policy", "prompt": "one", **fields}), kept or EarlierAnswers())[0]
 
 
 def text(content: str) -> Message:
+    """Return a message of a text without speakers."""
     return Message(TEXT, content)
 
 

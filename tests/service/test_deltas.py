@@ -16,6 +16,7 @@ LETTERS = "aab \n🙂é"
 
 
 def cut_at_random(text: str, dice: random.Random) -> list[str]:
+    """Return a text in up to six pieces, some of which may be empty."""
     places = sorted(dice.randrange(len(text) + 1) for _ in range(dice.randrange(6)))
     return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
 

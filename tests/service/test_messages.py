@@ -32,15 +32,18 @@ ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
 
 
 def body(**fields: Any) -> bytes:
+    """Return the body of a request that says hello, with further fields."""
     asked = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
     return msgspec.json.encode({**asked, **fields})
 
 
 def wanted(**fields: Any) -> AgentRequest:
+    """Return the request of a body with these fields."""
     return read(body(**fields)).request
 
 
 def told(answer: PolicyAnswer = ANSWER, *, thinking: bool = True) -> dict[str, Any]:
+    """Return the decoded body of an answer."""
     return msgspec.json.decode(MessageFormat("1", with_thinking=thinking).body([answer]))
 
 

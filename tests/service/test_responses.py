@@ -23,10 +23,12 @@ ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
 
 
 def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponsesRequest:
+    """Return the request of a body that says hello, with further fields. `earlier`: conversations by response."""
     return read(msgspec.json.encode({"model": "policy", "input": "hello", **fields}), earlier or {})
 
 
 def told(answer: PolicyAnswer = ANSWER, **fields: Any) -> dict[str, Any]:
+    """Return the decoded body of an answer to a request with these fields."""
     return msgspec.json.decode(ResponseFormat("1", wanted(**fields)).body([answer]))
 
 

@@ -20,6 +20,7 @@ VALUES = st.recursive(
 
 
 def calls(*arguments: str, name: str = "f", content: str = "", reasoning: str = "") -> Message:
+    """Return an assistant's message that calls the function `name` once with each of these arguments."""
     made = tuple(ToolCall(str(index), name, text) for index, text in enumerate(arguments))
     return Message("assistant", content, reasoning, made)
 

@@ -17,22 +17,27 @@ from flash.types import Message, Tool
 
 
 def user(*contents: str) -> list[Message]:
+    """Return messages of the user."""
     return [Message("user", content) for content in contents]
 
 
 def assistant(content: str) -> Message:
+    """Return a message of the assistant."""
     return Message("assistant", content)
 
 
 def asked(*messages: Message, most: int | None = None) -> AgentRequest:
+    """Return a request with these messages and at most `most` tokens."""
     return AgentRequest(list(messages), most)
 
 
 def answer(content: str) -> PolicyAnswer:
+    """Return an answer of one token with this content."""
     return PolicyAnswer(assistant(content), cut=False, prompt_tokens=1, tokens=1)
 
 
 def code_of(error: ApiError) -> str | None:
+    """Return the error's name for programs."""
     return msgspec.json.decode(error.body)["error"]["code"]
 
 
@@ -80,6 +85,7 @@ async def hear(session: EpisodeSession) -> list[str]:
 
 
 async def first_turn(session: EpisodeSession, agent: Agent, calls: Any) -> None:
+    """Let the agent ask `one`, and answer `two` with white space around it. At the end the agent has the answer."""
     calls.start_soon(agent.ask, asked(*user("one")))
     assert await hear(session) == ["one"]
     session.answer(answer(" two\n"))

@@ -1,3 +1,5 @@
+"""Verdicts on programs in local processes, and the judge's attempts with sandboxes that a script lets fail."""
+
 from __future__ import annotations
 
 import os
@@ -41,6 +43,7 @@ ADD = Suite(language="python", tests=[SuiteCase(stdin="1 2", stdout="3"), SuiteC
 
 
 async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: JudgingLimits = LIMITS):
+    """Return the verdict on a program that runs in a local process."""
     language = LANGUAGES[suite.language]
     async with local_processes(None) as pool, pool.acquire(Spec(image=language.image)) as box:
         return await run_tests(box, program, language, suite, limits, every=every)
@@ -79,7 +82,7 @@ SPIN = "import os, time\nos.sched_setaffinity(0, {CORE})\nwhile time.process_tim
 
 @pytest.fixture
 def crowded_core():
-    """A core that seven busy processes keep to themselves."""
+    """Yield the number of a CPU core that seven other processes keep busy."""
     core = min(os.sched_getaffinity(0))
     hog = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(7)]
@@ -91,7 +94,7 @@ def crowded_core():
 
 @pytest.mark.anyio
 async def test_a_right_program_passes_beside_neighbours_that_keep_it_from_the_cpu(crowded_core):
-    """Its 0.5 s of CPU take some 4 s on the clock, of which 1 s is allowed."""
+    """The program's 0.5 s of CPU take some 4 s on the clock. It may use 1 s, without its waits for a CPU."""
     suite = Suite(language="python", tests=[SuiteCase(stdin="1", stdout="1")])
     verdict = await _verdict(SPIN.replace("CORE", str(crowded_core)), suite, limits=JudgingLimits(timeout=1.0))
     assert (verdict.passed, verdict.cause, verdict.detail) == (1, "passed", "")
@@ -424,6 +427,7 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
 
 
 async def _judged(provider: ScriptedProvider, pool: JudgePool):
+    """Return the verdict of a judge whose sandboxes do what `provider` was told."""
     sandboxes = BoundedSandboxes(provider, owner="run", most=pool.parallel)
     return await Judge(sandboxes, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
 
@@ -475,7 +479,7 @@ async def test_a_sandbox_lost_in_each_test_of_one_program_only_is_the_programs_c
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_a_program_is_not_blamed_where_a_sandbox_was_also_lost_without_it():
-    """Its first sandbox never came up; that the others were lost under it may have the same cause."""
+    """The first sandbox never starts. The loss of the others, while the program ran, may have the same cause."""
 
     def lost(command, stdin):
         if command[0] == "python3":
@@ -488,7 +492,7 @@ async def test_a_program_is_not_blamed_where_a_sandbox_was_also_lost_without_it(
 
 @pytest.mark.anyio
 async def test_a_program_that_kills_its_agent_each_time_has_failed_and_the_next_is_judged():
-    """In processes of this machine, which keep nobody from it."""
+    """Sandboxes are processes of this machine here, in which a program can kill its agent."""
     kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time; time.sleep(5)"
     pool = JudgePool(parallel=1)
     async with local_processes(None) as provider:

@@ -24,6 +24,8 @@ CHARACTERS = {
 
 
 class Row(NamedTuple):
+    """An answer of the table, and the program that should be graded."""
+
     form: str
     answer: str
     program: str
@@ -31,6 +33,7 @@ class Row(NamedTuple):
 
 
 def read_table() -> list[Row]:
+    """Return the rows of `answers.txt`. Marks in the answers stand for characters that editors change."""
     text = Path(__file__).with_name("answers.txt").read_text(encoding="utf-8")
     for mark, character in CHARACTERS.items():
         text = text.partition("\n\n=== ")[0] + "\n\n=== " + text.partition("\n\n=== ")[2].replace(mark, character)
@@ -44,6 +47,7 @@ def read_table() -> list[Row]:
 
 
 def graded(answer: str, calls: list[str]) -> str:
+    """Return the program that a judge would grade: chosen at once, or by the chooser."""
     found = find_blocks(answer, NAMES)
     if not found.blocks or found.certain:
         return found.blocks[0][0] if found.blocks else ""

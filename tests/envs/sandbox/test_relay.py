@@ -67,13 +67,13 @@ except OSError:
 
 
 class Boxed(Agent):
-    """In local processes."""
+    """An agent whose sandboxes are processes of this machine."""
 
     opener = staticmethod(local_processes)
 
 
 async def doubles(stream: Any) -> None:
-    """Sends everything back twice."""
+    """Serve a connection: send everything up to `!` back twice."""
     async with stream:
         got = b""
         while not got.endswith(b"!"):
@@ -244,7 +244,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as stream:
 
 @asynccontextmanager
 async def serving(answer: Any) -> AsyncGenerator[int]:
-    """A server at a port of this machine, which answers each connection with `answer`."""
+    """Serve each connection to a port of this machine with `answer`. Yields the port."""
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, answer)
         yield listener.extra(anyio.abc.SocketAttribute.local_port)
@@ -295,7 +295,7 @@ class Wire:
 
 @asynccontextmanager
 async def wired(answer: Any) -> AsyncGenerator[Wire]:
-    """The host's end of a relay to a server, and the test as the other end."""
+    """Open the host's end of a relay to a server that `answer` makes. Yields the other end, which the test plays."""
     wire: Any = Wire()
     try:
         async with serving(answer) as port, open_relay(wire, "127.0.0.1", port) as inside:
@@ -414,7 +414,7 @@ async def test_an_agent_in_a_container_without_a_network_is_trained(engine_url) 
 
 
 async def trained(kind: type[Agent]) -> None:
-    """An episode of three answers."""
+    """Play an episode of three answers with an agent of this class, and check it."""
     box = {"image": "flash-sandbox-python", "limits": {"memory_mib": 256}}
     options = AgentOptions(command=["python3", "-c", ASK], tasks=TASKS, box=box)
     policy = Policy(lambda _: [*b"well", 256], seconds=0.0)
