@@ -63,6 +63,7 @@ def repairs(text: str) -> "list[str]":
 
     `choose_python` ranks all of them if no text of the block is a program as it is.
     """
+    # Lines after the prompts of Python's console, and lines without the magic commands of notebooks.
     prompts = [line.lstrip()[4:] for line in text.split("\n") if line.lstrip()[:4] in (">>> ", "... ", "...", ">>>")]
     no_magics = [line for line in text.split("\n") if line.lstrip()[:1] not in ("%", "!")]
     variants = [text, textwrap.dedent(text), textwrap.dedent(text.translate(LOOKALIKES))]
@@ -134,6 +135,7 @@ def region(text: str, asked: "dict[str, Any]") -> "str | None":
             except (ValueError, RecursionError, MemoryError, OverflowError):
                 break
             else:
+                # With rank 0 it defines and calls nothing, as a word of prose that happens to parse.
                 if rank(tree, asked):
                     return "\n".join(part)
                 break
@@ -161,6 +163,7 @@ def choose_python(asked: "dict[str, Any]") -> str:
                 break
         if best == BEST:
             return chosen
+    # A program below rank 3 cannot run.
     if best < 3:
         # The best program may be surrounded by prose, in a text without a fence or in a block that was never closed.
         for part in (region(text, asked) for texts in blocks for text in texts):

@@ -30,6 +30,8 @@ from flash.types import Stock
 
 HARMLESS_S = 5.0
 """Longest time for which a harmless program must keep its sandbox, to show that another program has ended its own."""
+LOOK_UP_S = 10.0
+"""Seconds that the search for a program in an image may take: far more than it needs."""
 PAUSE_S = 0.5
 """Seconds before another sandbox is tried. The pause doubles each time."""
 
@@ -163,9 +165,10 @@ class Judge:
         if language in self._usable:
             return
         for words in (language.compile, language.run, language.call, language.test):
-            # A path that begins with a dot is a result of compiling, so it does not exist yet.
+            # A path that begins with a dot is a result of compiling, so it does not exist yet. `choose` is not checked:
+            # if it fails, the most likely block is taken.
             if words is not None and not words[0].startswith("."):
-                found = await sandbox.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=10)
+                found = await sandbox.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=LOOK_UP_S)
                 if not found.ok:
                     raise SandboxRefusedError(f"the image {language.image} has no `{words[0]}`; use another one")
         self._usable.add(language)

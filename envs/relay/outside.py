@@ -172,7 +172,7 @@ class _Relay:
         if at < 0 or len(self._unread) < at + len(MARK) + HEADER.size:
             return False
         _, _, size = HEADER.unpack_from(self._unread, at + len(MARK))
-        # A port has at most five digits.
+        # A port has at most five digits. After a longer frame, `_read_frames` gives up when it has `CHATTER` bytes.
         if size > 5 or len(self._unread) < at + len(MARK) + HEADER.size + size:
             return False
         del self._unread[: at + len(MARK)]

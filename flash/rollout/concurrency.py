@@ -216,6 +216,7 @@ class ConcurrencyLimit:
             used: number of tokens that are in use, as the engine reports.
         """
         prompt, age, longest, given = np.array([*self._running.values()], dtype=np.float64).reshape(-1, 4).T
+        # `mean`: expected tokens of the prompt of a further request; `most`: greatest token limit of a response.
         mean, most = (prompt.mean(), longest.max()) if len(age) else self._newest
         hazard = self._lengths.cumulative_hazard(int(most))
         steps = EDGES[(EDGES == 0) | ((most * AHEAD <= EDGES) & (most > EDGES))]

@@ -261,6 +261,7 @@ class RolloutNode:
             ExceptionGroup: with the error that ends the node, of the engines or of a request to the hub.
             FlashError: the hub refuses the final report, or is lost and no other hub follows it.
         """
+        # A full garbage collection would block the event loop, and so all episodes, for a noticeable time.
         with rare_garbage_collection():
             async with anyio.create_task_group() as group:
                 group.start_soon(self._supervisor.run)

@@ -275,12 +275,13 @@ class LLMProxy:
         wait = self._waits[record] = _Wait()
         try:
             await wait.over.wait()
-        except BaseException:
+        except BaseException:  # this includes a cancellation
             if wait.engine is not None:
                 self._release(wait.engine, record)
             elif record.arrival is not None:
                 self._router.withdraw(record)
                 self._on_room()
+            # Otherwise the request was taken out of the queue to ask again, and holds nothing.
             raise
         finally:
             del self._waits[record]

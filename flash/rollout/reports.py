@@ -152,6 +152,7 @@ class NodeReports:
         engines = [self._engine(record, seconds) for record in records]
         self._tokens = [record.tokens for record in records]
         sampling = sum(len(record.running) for record in records)
+        # `stocks` returns the use of the resources that environments share, such as sandboxes.
         return NodeStatus(
             host=self._host,
             process=self._process,

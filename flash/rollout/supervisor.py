@@ -249,7 +249,7 @@ class EngineSupervisor:
             EngineDeadError: no place can be filled any more, and the node does not leave.
             ConfigError: the model cannot be served on this machine.
             EngineError, DeadlineError: an engine failed to start or to load a version (it was not killed), and no
-                engine of this place has ever succeeded in it.
+                engine of this place has ever succeeded in it; or the requests of a dead engine did not leave it.
             WeightsError: a version is damaged.
             FlashError: the hub refuses the request, or is lost and no other hub follows it.
         """

@@ -294,7 +294,7 @@ def refuse_unserved(body: Unserved) -> None:
 def refuse_set_fields(fields: dict[str, Any]) -> None:
     """Raise ApiError for the first field that a request has set. `fields` are unsupported fields, with their values.
 
-    A field counts as set if its value is not empty, zero, False or None.
+    A field counts as set if its value is not empty, zero, False or None: clients send such values to ask for nothing.
     """
     for name, value in fields.items():
         if value:

@@ -309,7 +309,8 @@ class MessageFormat:
 
     `app` calls the methods in the order that `flash.service.app.AnswerFormat` describes. A request of this API has one
     answer, so `index` is always 0. In a stream, reasoning and text are sent while they are sampled, and calls at the
-    end. A block that has ended cannot continue, so reasoning after text begins a new block.
+    end. A block that has ended cannot continue, so reasoning after text begins a new block. Clients expect a signature
+    in each block of reasoning and send it back; nothing checks it here, so it is the name of the call.
 
     Args:
         name: name of the call, which becomes part of the message's id.

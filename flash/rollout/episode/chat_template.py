@@ -165,8 +165,8 @@ class ChatTemplate:
         The template writes the end of the response and the messages after a stand-in for the response. Tokens of this
         end that the response already contains are left out of the result.
 
-        `end`: the token with which the model ended the response. None if a limit cut the response: then the result
-        begins with the tokens that end the turn.
+        `end`: the token with which the model ended the response. None if a limit or a stop text ended it: then the
+        result begins with the tokens that end the turn.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show
@@ -402,6 +402,7 @@ class ChatTemplate:
             if len(calls) > 1:
                 fewer["tool_calls"] = last["tool_calls"][:-1]
             elif fewer["content"] is None:
+                # None stands for an empty content only beside calls (`_MessageForm.empty_content`).
                 fewer["content"] = ""
             if self._render([*shown[:-1], fewer], tools, prompting=False).text == conversation.text:
                 raise EnvError(self._left_out_message("parallel" if len(calls) > 1 else "calls"))

@@ -149,7 +149,8 @@ class Tokenizer(Protocol):
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a later observation, which are appended to a response.
 
-        `end`: the token with which the model ended the response; None if a limit cut the response.
+        `end`: the token with which the model ended the response. None if the model did not end it, but a limit or a
+        stop text: then the token that ends a turn is missing.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -337,8 +338,8 @@ class HfTokenizer(Tokenizer):
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a later observation, which are appended to a response as it was sampled.
 
-        `end`: the token with which the model ended the response. None if a limit cut the response: then the result
-        begins with the tokens that end the turn.
+        `end`: the token with which the model ended the response. None if a limit or a stop text ended it: then the
+        result begins with the tokens that end the turn.
 
         Raises:
             EnvError: the chat template is missing, refuses the messages, leaves out a part of them, or does not show

@@ -402,8 +402,8 @@ class Transcript:
                 f"{forms[0]}, a later step() {forms[1]}; return the same form from both"
             )
         end = branch.ends[responses - 1]
-        # If a limit cut the response, the token that ends the turn is missing. Then the template's text has to end the
-        # turn.
+        # If a limit or a stop text ended the response, the token that ends the turn is missing. Then the template's text
+        # has to end the turn.
         end_token = branch.tokens[end.position - 1] if end.ended else None
         return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
 

@@ -82,7 +82,7 @@ class TranscriptView:
         """Let the next response have this form.
 
         Raises:
-            EnvError: engines cannot sample in this form.
+            EnvError: engines cannot sample in this form, or the run's responses can have no form at all.
         """
         self._transcript.set_form(form)
 

@@ -239,6 +239,7 @@ class EngineProcesses:
             return str(error)
         if self._core is None or not vllm_processes.is_end_of_starting_core(error):
             return None
+        # A negative code means that a signal has killed the core itself.
         text, code = self.how_core_ended(), self._core.exitcode
         return text if code is not None and (code < 0 or code == SERVER_GONE or _killed_worker(code)) else None
 

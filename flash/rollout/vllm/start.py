@@ -68,7 +68,7 @@ def registered_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Register our weight receiver, which the arguments name. Check the arguments of an engine, and return a function
     that builds its AsyncLLM.
 
-    Raises the errors of `vllm.engine_maker`, of which `configure` makes a ConfigError.
+    Raises the errors of `vllm.engine_maker`. `configure` turns them into a ConfigError if the user is at fault.
     """
     register()
     return vllm.engine_maker(arguments)
