@@ -135,7 +135,7 @@ class PartialResponse:
         """Return the whole response if it has reached its token limit, else None.
 
         An engine may give the last token and then die before it gives the completion. Then no other engine has to
-        continue.
+        continue. The routes of the response (experts that the engine chose) are unknown then.
         """
         if len(self._tokens) < self._request.max_new_tokens:
             return None

@@ -402,8 +402,8 @@ class Transcript:
                 f"{forms[0]}, a later step() {forms[1]}; return the same form from both"
             )
         end = branch.ends[responses - 1]
-        # If a limit or a stop text ended the response, the token that ends the turn is missing. Then the template's text
-        # has to end the turn.
+        # If a limit or a stop text has ended the response, the token that ends the turn is missing. Then the template's
+        # text has to end the turn.
         end_token = branch.tokens[end.position - 1] if end.ended else None
         return branch.format.tokenizer.follow(observation, end_token, branch.format.tools)
 
@@ -435,7 +435,8 @@ class Transcript:
         """Append the tokens of an observation (from `render`) to the branch that it follows, or to a new branch.
 
         The environment may have chosen the place with `go_on`; otherwise it is after the last response. A new branch
-        begins if the observation follows a response that is not the last one of its branch.
+        begins if the observation follows a response that is not the last one of its branch, and also if it begins a
+        sequence although the branch has responses.
         """
         if self._begins_branch:
             origin, kept = self.branches[self.branch], self._responses
