@@ -1,4 +1,8 @@
-"""LLMProxy over fake engines, on the virtual clock: failover, swaps, limits, cancellation."""
+"""LLMProxy over fake engines, on the virtual clock: failover, swaps, limits, cancellation.
+
+A fake engine gives a token per second to each request that it runs, unless a test says otherwise. A swap is the load of
+a version, which takes `SWAP_S`. Most scenarios begin with a load of version 0, so their requests begin at `SWAP_S`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,13 @@ from flash.types import Canary, Completion, Published, VersionRun
 Mode = Literal["recompute", "keep", "abort", "drain", "beside"]
 MODES: list[Mode] = ["recompute", "keep", "abort", "drain"]
 SLOTS = 4
+"""Largest number of requests of an engine at once."""
 SWAP_S = 0.5
+"""Seconds of a load."""
 TIMEOUT_S = 1000.0
+"""Seconds after which a response is too late. Outages do not count."""
 RETURN_S = 5000.0
+"""Longest time without an engine that does not count, in seconds."""
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
@@ -46,7 +54,11 @@ def published(version: int) -> Published:
 
 
 class House:
-    """Engines behind a proxy, and what became of each request."""
+    """A proxy over engines, and the result of each request. Each task has one request, which it names.
+
+    `swap`, `bind`, `drain_s` and `slots` are the fields `swap`, `bind_groups`, `drain_s` and `max_sequences` of
+    `ProxySettings`.
+    """
 
     def __init__(
         self,
@@ -58,6 +70,7 @@ class House:
     ) -> None:
         self.engines = engines
         self.on_room: Callable[[], None] = lambda: None
+        """Function that is called when an engine may have more room."""
         self.outages = OutageClock(RETURN_S)
         self.proxy = LLMProxy(
             engines,
@@ -68,11 +81,16 @@ class House:
             now=anyio.current_time,
         )
         self.done: dict[int, Completion] = {}
+        """Complete responses, by task."""
         self.failed: dict[int, Exception] = {}
+        """Errors of requests that failed, by task."""
         self.ended_at: dict[int, float] = {}
+        """Times at which requests completed or failed, in seconds, by task."""
         self.progress: dict[int, int] = {}
+        """Numbers of tokens that `on_tokens` has got, by task."""
 
     async def load_all(self, version: int = 0) -> None:
+        """Load a version into all engines at once."""
         async with anyio.create_task_group() as group:
             for index in range(len(self.engines)):
                 group.start_soon(self.proxy.load, index, published(version))
@@ -87,9 +105,14 @@ class House:
         episode: anyio.CancelScope | None = None,
         seed: int | None = None,
     ) -> None:
-        """Send a request and keep its result, a completion or an error."""
+        """Send a request whose response has `length` tokens, and keep its result, a completion or an error.
+
+        `group`: the task's group; None: a group of its own. `episode`: scope of the caller's deadline, which outages
+        extend, too.
+        """
 
         def progress(tokens: Sequence[int]) -> None:
+            """Count the tokens of a piece."""
             self.progress[task] = self.progress.get(task, 0) + len(tokens)
 
         request = ResponseRequest(
@@ -140,6 +163,7 @@ def test_requests_beyond_the_limit_wait_in_the_proxy_and_start_oldest_task_first
         house = House(engine())
         await house.load_all()
         async with anyio.create_task_group() as group:
+            # The first four requests fill the engine, and end together. Then the lowest task of the others comes first.
             for task in (9, 8, 7, 6, 5, 4, 3, 2):
                 group.start_soon(house.ask, task, 10 if task > 5 else 3)
                 await anyio.sleep(0.01)
@@ -172,12 +196,14 @@ def test_a_full_kv_cache_lowers_the_number_of_requests_that_an_engine_gets() -> 
         most = 0
 
         async def watch() -> None:
+            """Keep the largest number of running requests, once the proxy has learned from the first responses."""
             nonlocal most
             await anyio.sleep(25)
             while True:
                 most = max(most, house.engines[0].running)
                 await anyio.sleep(1)
 
+        # A response and its prompt have 12 tokens. The cache has room for two that are not of the same age.
         house.engines[0].kv_tokens = 20
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
@@ -243,6 +269,7 @@ def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> N
             await anyio.sleep(0.1)
             await house.proxy.load(1, published(1))
             await anyio.sleep(5.0)
+            # Engine 0 has given 5 tokens in 5.6 s. Engine 1, with version 1, gives the other 15.
             house.engines[0].kill()
             house.proxy.retire(0, EngineDeadError("killed"))
         house.check(1, 20)
@@ -320,7 +347,7 @@ def test_a_request_that_several_engines_fail_is_given_up() -> None:
         for fake in house.engines:
             fake.fail_next()
         await house.ask(1, 10)
-        assert sum(len(tasks) for tasks in served_by(house)) == 3
+        assert sum(len(tasks) for tasks in served_by(house)) == 3, "`MAX_FAILURES` engines have tried"
         assert isinstance(house.failed[1], EngineError)
 
     run(scenario)
@@ -360,6 +387,7 @@ def test_requests_without_an_engine_go_on_at_the_next_one_with_their_tokens_the_
             await anyio.sleep(20)
             group.start_soon(house.ask, 99, 10)
             await anyio.sleep(20)
+            # The four running requests had 3 tokens each. The new engine gets none before it has a version.
             new = engine()
             await house.proxy.replace(0, new)
             assert house.proxy.versions() == [-1]
@@ -396,6 +424,8 @@ def test_time_without_an_engine_is_not_the_responses_own() -> None:
             await anyio.sleep(3 * TIMEOUT_S)
             group.start_soon(house.ask, 1, 90)
             await anyio.sleep(TIMEOUT_S + 1)
+            # The outage is shorter than `RETURN_S`. On the slow engine 90 tokens take 900 s. The limit of 100
+            # tokens takes 1000 s, which is too long.
             await house.proxy.replace(0, engine(seconds_per_token=10.0))
             await house.proxy.load(0, published(1))
             group.start_soon(house.ask, 2, 101)
@@ -421,6 +451,7 @@ def test_time_without_an_engine_is_not_the_episodes_own() -> None:
                 await house.proxy.replace(0, engine())
                 await house.proxy.load(0, published(1))
         assert sorted(house.done) == [0, 1]
+        # The deadlines begin at `SWAP_S`. The outage lasts 4000 s and a load; the second request waits for half of it.
         assert before.deadline == pytest.approx(SWAP_S + 40 + 4000 + SWAP_S)
         assert during.deadline == pytest.approx(SWAP_S + 3000 + 2000 + SWAP_S)
 
@@ -438,7 +469,8 @@ def test_an_engine_that_does_not_come_back_fails_its_responses_after_the_time_th
             await house.proxy.wait_dead(0)
             await anyio.sleep(50)
             group.start_soon(house.ask, 1, 90)
-        # From the first load on, and from 50 s after the death.
+        # The first request began after the first load, with 5000 s of outage to come. The second one began 50 s after
+        # the death, at 61 s, with 4950 s to come.
         assert house.ended_at[0] == pytest.approx(SWAP_S + TIMEOUT_S + RETURN_S)
         assert house.ended_at[1] == pytest.approx(SWAP_S + 10.5 + TIMEOUT_S + RETURN_S)
         assert all(isinstance(error, DeadlineError) for error in house.failed.values())
@@ -482,6 +514,7 @@ def test_an_engine_that_only_fails_is_dead_and_its_requests_go_elsewhere() -> No
     async def scenario() -> None:
         house = House(engine(), engine())
         await house.load_all()
+        # More failures than engine 0 gets requests, so that it fails all of them.
         house.engines[0].fail_next(1000)
         async with anyio.create_task_group() as group:
             for task in range(40):
@@ -525,6 +558,7 @@ def test_a_swap_with_a_full_queue_loses_nothing(swap: Mode) -> None:
         async with anyio.create_task_group() as group:
             for task in range(10):
                 group.start_soon(house.ask, task, 10)
+            # The swap begins when the running requests have 4 tokens, and other requests wait.
             await anyio.sleep(4.5)
             await house.proxy.load(0, published(1))
         for task in range(10):
@@ -548,7 +582,7 @@ def test_a_pause_with_a_full_queue_takes_no_longer_than_the_step_in_flight(swap:
             await anyio.sleep(4.5)
             start = anyio.current_time()
             await house.proxy.load(0, published(1))
-            assert anyio.current_time() - start <= 1.0 + SWAP_S
+            assert anyio.current_time() - start <= 1.0 + SWAP_S, "a step takes a second"
 
     run(scenario)
 
@@ -563,7 +597,7 @@ def test_a_drained_swap_waits_for_what_runs_and_for_nothing_that_waits() -> None
             await anyio.sleep(4.5)
             start = anyio.current_time()
             await house.proxy.load(0, published(1))
-            assert anyio.current_time() - start == pytest.approx(5.5 + SWAP_S)
+            assert anyio.current_time() - start == pytest.approx(5.5 + SWAP_S), "the rest of responses of 10 s"
         assert all(len(completion.versions) == 1 for completion in house.done.values())
 
     run(scenario)
@@ -579,6 +613,7 @@ def test_nothing_starts_on_an_engine_that_is_being_emptied_or_swapped(swap: Mode
             for task in range(8):
                 group.start_soon(house.ask, task, 10 + task)
             await anyio.sleep(4.5)
+            # The load begins to empty the engine, whose requests end at different times. None may take their place.
             begun = [len(house.engines[0].requests)]
             group.start_soon(house.proxy.load, 0, published(1))
             await anyio.lowlevel.checkpoint()
@@ -611,6 +646,7 @@ def test_an_engine_that_reaches_a_version_later_is_given_its_share_of_what_the_f
         await house.load_all()
         await house.proxy.load(0, published(1))
         async with anyio.create_task_group() as group:
+            # Only engine 0 has version 1, so it gets all 8 requests. When engine 1 has it, too, half of them move.
             for task in range(8):
                 group.start_soon(lambda task=task: house.ask(task, 10, min_version=1))
             await anyio.sleep(2.5)
@@ -626,6 +662,8 @@ def test_an_engine_that_reaches_a_version_later_is_given_its_share_of_what_the_f
 
 @pytest.mark.parametrize(("after_s", "moved"), [(0.5, [4, 5, 6, 7]), (2.5, [])])
 def test_what_is_drawn_with_a_seed_moves_only_before_it_has_a_token(after_s: float, moved: list[int]) -> None:
+    """Engine 1 may take the requests `after_s` seconds after they began on engine 0. `moved`: tasks that then move."""
+
     async def scenario() -> None:
         house = House(engine(slots=8), engine(slots=8), slots=8)
         await house.load_all()
@@ -662,6 +700,7 @@ def test_an_engine_that_runs_dry_is_given_its_share_with_the_tokens_so_far() -> 
         house = House(engine(slots=8), engine(slots=8), slots=8)
         await house.load_all()
         async with anyio.create_task_group() as group:
+            # Even tasks go to engine 0 and odd ones to engine 1, whose short responses end after 5 s.
             for task in range(10):
                 group.start_soon(lambda task=task: house.ask(task, 5 if task % 2 else 60))
             await anyio.sleep(20.5)
@@ -689,11 +728,13 @@ def test_the_shortest_contexts_move_and_not_what_has_come_last() -> None:
         async with anyio.create_task_group() as group:
             for task in range(2):
                 group.start_soon(house.ask, task, 90)
+            # Each engine has a request of 40 tokens. Engine 0 alone has version 1 and gets four young requests.
             await anyio.sleep(40.0)
             await house.proxy.load(0, published(1))
             for task in range(2, 6):
                 group.start_soon(lambda task=task: house.ask(task, 60, min_version=1))
             await anyio.sleep(2.2)
+            # The old request of engine 1 comes to engine 0 last, with its 43 tokens.
             house.engines[1].kill()
             await anyio.sleep(2.0)
             assert [request.generated for request in house.engines[0].requests] == [0] * 5 + [43]
@@ -712,6 +753,7 @@ def test_of_several_engines_that_run_dry_at_once_each_is_given_its_share() -> No
         house = House(*[engine(slots=8) for _ in range(3)], slots=8)
         await house.load_all()
         async with anyio.create_task_group() as group:
+            # Tasks 0, 3, 6 … are on one engine, and their responses are long. The other two engines run dry at 5 s.
             for task in range(18):
                 group.start_soon(house.ask, task, 5 if task % 3 else 90)
             await anyio.sleep(10.0)
@@ -725,15 +767,20 @@ def test_of_several_engines_that_run_dry_at_once_each_is_given_its_share() -> No
 
 @pytest.mark.parametrize("why", ["it swaps", "it has failed them", "they may kill it"])
 def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
-    """A request that moved in vain would be computed again where it was, whenever an answer ends beside it."""
+    """Engine 1 gets room, and engine 0 is fuller. No request moves, because of `why`.
+
+    A request that moved in vain would be computed again where it was, whenever a response ends beside it.
+    """
 
     async def scenario() -> None:
+        # A load of engine 1 takes 20 s, longer than the rest of the scenario.
         other = FakeEngine(answer, 1.0, 20.0, 8)
         house = House(engine(slots=8), other, slots=8)
         await house.load_all()
         ends = [anyio.CancelScope() for _ in range(12)]
 
         async def ask(task: int) -> None:
+            """Ask for a response of 60 tokens, unless the task's scope in `ends` is cancelled before."""
             with ends[task]:
                 await house.ask(task, 60)
 
@@ -741,6 +788,7 @@ def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
             for task in range(12):
                 group.start_soon(ask, task)
             await anyio.sleep(5.5)
+            # Each engine runs six requests. Prepare the reason for which those of engine 0 must stay.
             for routed in house.proxy.records[0].running.values():
                 if why == "it has failed them":
                     routed.barred = frozenset({1})
@@ -749,6 +797,7 @@ def test_nothing_moves_to_an_engine_that_would_not_take_it(why: str) -> None:
             if why == "it swaps":
                 group.start_soon(house.proxy.load, 1, published(1))
             await anyio.sleep(1.0)
+            # Five of the six requests of engine 1 end, so it has room.
             for request in other.requests[:5]:
                 ends[request.prompt[0]].cancel()
                 await anyio.sleep(0.1)
@@ -764,6 +813,7 @@ def test_what_may_soon_reach_its_greatest_length_stays_where_it_is() -> None:
         house = House(engine(slots=8), engine(slots=8), slots=8)
         await house.load_all()
         async with anyio.create_task_group() as group:
+            # At 97.5 s engine 1 is empty, and the requests of engine 0 are close to their limit of 100 tokens.
             for task in range(10):
                 group.start_soon(lambda task=task: house.ask(task, 95 if task % 2 else 99))
             await anyio.sleep(97.5)
@@ -822,6 +872,7 @@ def test_cancelling_requests_at_any_time_leaves_nothing_behind(swap: Mode, at: f
             async with anyio.create_task_group() as doomed:
 
                 async def cancel() -> None:
+                    """Cancel the requests with even numbers at the time `at`."""
                     await anyio.sleep(at)
                     doomed.cancel_scope.cancel()
 
@@ -832,6 +883,7 @@ def test_cancelling_requests_at_any_time_leaves_nothing_behind(swap: Mode, at: f
                 group.start_soon(cancel)
 
                 async def swap_soon() -> None:
+                    """Load version 1 while the first requests run."""
                     await anyio.sleep(4.6)
                     await house.proxy.load(0, published(1))
 
@@ -852,6 +904,7 @@ def test_a_request_cancelled_at_the_instant_it_gets_its_slot_gives_it_to_the_nex
         house = House(engine())
         await house.load_all()
         async with anyio.create_task_group() as group:
+            # Task 0 ends at 10 s and frees the slot for which tasks 50 and 60 wait, in this order.
             for task in range(SLOTS):
                 group.start_soon(house.ask, task, 10 if task == 0 else 30)
             await anyio.sleep(1)
@@ -859,12 +912,14 @@ def test_a_request_cancelled_at_the_instant_it_gets_its_slot_gives_it_to_the_nex
                 tasks: list[asyncio.Task[Any]] = []
 
                 async def unlucky() -> None:
+                    """Wait for the slot as task 50, which is cancelled when it gets the slot."""
                     tasks.extend([running] if (running := asyncio.current_task()) else [])
                     await house.ask(50, 10)
 
                 doomed.start_soon(unlucky)
                 group.start_soon(house.ask, 60, 10)
                 await anyio.sleep(1)
+                # The proxy calls `on_room` after it has given the slot to task 50, which has not continued yet.
                 house.on_room = tasks[0].cancel if natively else doomed.cancel_scope.cancel
                 await anyio.sleep(9)
             assert 0 in house.done
@@ -886,6 +941,8 @@ EVENTS = st.lists(
     ),
     max_size=30,
 )
+"""Random events, each with a number that chooses the engine, length or request, and the seconds until the next one.
+`press` fills the KV cache that an engine reports, or empties it."""
 
 
 @settings(max_examples=120)
@@ -902,12 +959,14 @@ def test_every_request_ends_exactly_once_with_all_its_tokens(
         loading = [anyio.Lock() for _ in house.engines]
 
         async def one(task: int) -> None:
+            """Ask for the response of a task, and note if it was cancelled."""
             with scopes[task]:
                 await house.ask(task, lengths[task], group=task // 4)
                 return
             cancelled.add(task)
 
         async def load(index: int) -> None:
+            """Load the next version into an engine that lives, one load at a time, as the supervisor does."""
             async with loading[index]:
                 if house.engines[index].version >= 0 and house.proxy.records[index].alive:
                     try:
