@@ -28,6 +28,7 @@ from flash.types import Canary, Failure, Lease, Outcome, Published, Task, Trajec
 from tests.rollout.test_node import CharTokenizer, Echo, World, ages, make_config, run
 
 SLOTS = 3
+"""Largest number of requests of an engine at once."""
 
 
 def engine(slots: int = SLOTS, text: str = "yes", seconds: float = 0.5, swap: float = 0.1) -> FakeEngine:
@@ -52,36 +53,48 @@ class FakeHub:
 
     def __init__(self, leases: int, min_version: Callable[[int], int] = lambda number: 0) -> None:
         self.ready = [Lease(n, Task(n, n // 2, n % 2, n // 2), min_version(n)) for n in range(leases)]
+        """Leases that no node has yet. Each group has two samples."""
         self.left = leases
+        """Number of leases without a result. The hub has no more work when it is 0."""
         self.version = 0
+        """Newest version that is announced."""
         self.lost = False
         """True if nobody holds the published version any more."""
         self.cancels: list[int] = []
+        """Leases that were withdrawn, and that the node does not know of yet."""
         self.results: dict[int, Trajectory | Failure] = {}
+        """Results by the number of the lease."""
         self.reports: list[p.EngineReport] = []
         self.changed = anyio.Event()
+        """Event that is set, and replaced by a new one, at each change."""
 
     def change(self) -> None:
+        """Wake the requests that wait for a change."""
         self.changed.set()
         self.changed = anyio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, but at most as long as a hub keeps a request open."""
         with anyio.move_on_after(LONG_POLL_S):
             while not condition():
                 await self.changed.wait()
 
     def publish(self) -> None:
+        """Announce the next version."""
         self.version += 1
         self.change()
 
     def cancel(self, *lease_ids: int) -> None:
+        """Withdraw leases."""
         self.cancels += lease_ids
         self.change()
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Answer a request of the node, as `HubCaller` does."""
         return check_reply(request, await self.answer(request))
 
     async def answer(self, request: msgspec.Struct) -> msgspec.Struct:
+        """Return the hub's reply to a request."""
         match request:
             case p.LeaseRequest():
                 await self.until(lambda: bool(self.ready) or self.left == 0)
@@ -111,7 +124,7 @@ class FakeHub:
 
 
 class Steps(Echo):
-    """An environment of several turns, each of which takes its time; keeps count of who is alive."""
+    """An environment of `turns` turns, each of which takes `seconds`. The class counts the open environments."""
 
     alive = 0
 
@@ -154,6 +167,7 @@ def test_no_engine_slot_is_empty_while_the_hub_has_a_lease(
         node = node_of(hub, fakes, lambda: Steps(turns, env_s), rollout={"swap": swap})
 
         async def watch() -> None:
+            """Check every 0.1 s that all slots are full while the hub has a lease."""
             await anyio.sleep(0.15)  # everything happens at multiples of 0.1 s, the end of the first swap included
             for _ in range(200):
                 assert not hub.ready or all(fake.running == SLOTS for fake in fakes)
@@ -161,6 +175,7 @@ def test_no_engine_slot_is_empty_while_the_hub_has_a_lease(
                 await anyio.sleep(0.1)
 
         async def publish() -> None:
+            """Announce a version while episodes run."""
             await anyio.sleep(3.8)
             hub.publish()
 
@@ -197,6 +212,7 @@ def test_a_run_goes_on_without_the_engines_that_die_and_loses_nothing(mode: str)
     world = World(config(rollout={"swap": mode}, run={"steps": 6}, cluster=never), engines=[engine] * 3)
 
     async def killed() -> Any:
+        """Run the world, and kill two of its three engines."""
         ends: list[Any] = []
 
         async def go() -> None:
@@ -224,7 +240,9 @@ def test_a_dead_engines_tokens_are_kept_and_its_node_stops_listing_it() -> None:
             group.start_soon(node_of(hub, fakes, cluster={"max_restarts": 0}).run)
             await anyio.sleep(2.7)
             fakes[0].kill()
+        # The reports: after each of two loads, after the death, and at the end.
         assert [len(report.engines) for report in hub.reports] == [2, 2, 1, 1]
+        # The engine died at 2.7 s. With tokens every 0.5 s from 0.1 s on, its requests had 5 tokens.
         assert {len(request.prompt) for request in fakes[1].requests if request.generated} == {len("say 0") + 5}
         for result in hub.results.values():
             assert isinstance(result, Trajectory)

@@ -14,6 +14,7 @@ from flash.rollout.routing import TASK_SLACK, EngineView, RequestRecord, Router
 
 ENGINES = 3
 LIMIT = 4
+"""Largest number of requests of an engine at once."""
 
 
 def views(limit: int, versions: Sequence[int]) -> list[EngineView]:
@@ -63,6 +64,7 @@ def test_the_preference_for_a_tasks_own_engine_ends_where_that_is_much_fuller() 
     assert place(router, 0, 0) == 0
     router.views[0].held = 8
     router.views[1].held = 6
+    # The slack is one request and a quarter of the 8 that the engine holds: 3 in all.
     assert place(router, 0, 0) == 0
     router.views[1].held = 3
     assert place(router, 0, 0) == 1
@@ -158,6 +160,8 @@ def test_what_no_engine_with_room_may_serve_takes_no_room() -> None:
 
 def test_an_engine_with_room_takes_its_share_by_what_each_could_hold() -> None:
     router = Router(views(60, [0, 0, 0]), bind_groups=False)
+    # Engine 0 is full, engine 1 half full, and engine 2 empty. At the end all have about the same share of their
+    # limits.
     for view, held, limit in zip(router.views, (24, 30, 0), (24, 60, 60), strict=True):
         view.held, view.limit = held, limit
     assert dict(router.surplus(2)) == {0: 15, 1: 7}, "9 of 24, 23 of 60 and 22 of 60 remain"
@@ -167,6 +171,7 @@ def test_an_engine_with_room_takes_its_share_by_what_each_could_hold() -> None:
 
 def test_what_is_but_a_little_fuller_gives_nothing() -> None:
     router = Router(views(60, [0, 0]), bind_groups=False)
+    # After a move the difference would be 5, less than a quarter of 30 (`UNEVEN`).
     router.views[0].held, router.views[1].held = 30, 23
     assert router.surplus(1) == []
     router.views[1].held = 15
@@ -199,10 +204,13 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.router = Router(views(LIMIT, [0] * ENGINES), bind_groups=self.bind)
         self.held: dict[RequestRecord, int] = {}
+        """Index of the engine that holds each request."""
         self.waiting: list[RequestRecord] = []
         self.tasks = 0
+        """Number of requests so far, each of a task of its own."""
 
     def ask(self, request: RequestRecord) -> None:
+        """Ask the router about a request, and note if it is held or waits."""
         engine = self.router.ask(request)
         if engine is None:
             self.waiting.append(request)
@@ -210,6 +218,7 @@ class Traffic(RuleBasedStateMachine):
             self.hold(request, engine)
 
     def hold(self, request: RequestRecord, engine: int) -> None:
+        """Note that an engine holds a request, and check that the engine may serve it."""
         view = self.router.views[engine]
         assert view.alive
         assert not view.closed
@@ -219,6 +228,7 @@ class Traffic(RuleBasedStateMachine):
         self.held[request] = engine
 
     def fill(self, engine: int) -> None:
+        """Let the router fill an engine, and check that the oldest request that fits comes first."""
         eldest = min((t.order for t in self.waiting if self.fits(t, engine)), default=None)
         for number, request in enumerate(self.router.fill(engine)):
             assert number > 0 or request.order == eldest
@@ -226,22 +236,26 @@ class Traffic(RuleBasedStateMachine):
             self.hold(request, engine)
 
     def fits(self, request: RequestRecord, engine: int) -> bool:
+        """Return True if an engine may serve a request, whether or not it has room."""
         view = self.router.views[engine]
         mine = only(request) in (None, engine)
         return mine and view.version >= request.min_version and engine not in request.barred
 
     @rule(group=st.integers(0, 5), behind=st.integers(0, 2))
     def arrive(self, group: int, behind: int) -> None:
+        """Send a request that needs the version after the newest one, or an older one by `behind`."""
         newest = max(view.version for view in self.router.views)
         self.tasks += 1
         self.ask(record(group, self.tasks, max(0, newest + 1 - behind)))
 
     @rule(data=st.data())
     def end(self, data: Any) -> None:
+        """Let a held request end."""
         if self.held:
             self.take(data.draw(st.sampled_from(list(self.held))))
 
     def take(self, request: RequestRecord) -> int:
+        """Remove a request from its engine, fill the engine, and return its index."""
         engine = self.held.pop(request)
         self.router.views[engine].held -= 1
         self.fill(engine)
@@ -249,6 +263,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_and_move(self, data: Any) -> None:
+        """Let an engine fail a request, which then asks for another engine if one is left."""
         if self.held:
             request = data.draw(st.sampled_from(list(self.held)))
             request.barred |= {self.take(request)}
@@ -257,6 +272,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
+        """Cancel a waiting request."""
         if self.waiting:
             request = data.draw(st.sampled_from(self.waiting))
             self.waiting.remove(request)
@@ -264,22 +280,26 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, ENGINES - 1), closed=st.booleans())
     def swap(self, engine: int, closed: bool) -> None:
+        """Begin a swap, unless one goes on."""
         if not self.router.views[engine].swapping:
             self.router.views[engine].begin_swap(closed=closed)
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def swapped(self, engine: int) -> None:
+        """End a swap with the next version, also if none was begun."""
         view = self.router.views[engine]
         view.end_swap(view.version + 1)
         self.fill(engine)
 
     @rule(engine=st.integers(0, ENGINES - 1), limit=st.integers(1, LIMIT))
     def resize(self, engine: int, limit: int) -> None:
+        """Change the number of requests that an engine may hold."""
         self.router.views[engine].limit = limit
         self.fill(engine)
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def die(self, engine: int) -> None:
+        """Let an engine die. Its requests, and those that waited for it alone, ask again."""
         left = self.router.retire(engine)
         moved = [request for request, place in self.held.items() if place == engine]
         for request in moved:
@@ -291,6 +311,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def come_back(self, engine: int) -> None:
+        """Put a new engine without a version into the place of a dead one."""
         if self.router.views[engine].alive:
             return
         for request in (left := self.router.replace(engine, LIMIT, -1)):
@@ -300,18 +321,21 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_waiting_or_held_once(self) -> None:
+        """Check the router's counts of held and waiting requests."""
         for view in self.router.views:
             assert view.held == sum(engine == view.index for engine in self.held.values())
         assert self.router.waiting == len(self.waiting)
 
     @invariant()
     def no_engine_has_room_beside_a_request_that_it_may_serve(self) -> None:
+        """Check the conservation of work."""
         for view in self.router.views:
             if view.open:
                 assert not [request for request in self.waiting if self.fits(request, view.index)]
 
     @invariant()
     def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
+        """Check that no request waits for ever."""
         for request in self.waiting:
             assert not self.router.alive or not self.router.failed_by_all(request)
             assert (bound := only(request)) is None or self.router.views[bound].alive

@@ -36,17 +36,24 @@ class FakeHub:
 
     def __init__(self, count: int) -> None:
         self.ready = [lease(number) for number in range(count)]
+        """Leases that were not given yet."""
         self.more = anyio.Event()
+        """Event that is set when leases are added."""
         self.done = True
+        """True if there is no more work when all leases are given."""
         self.asked: list[int] = []
+        """Number of leases that each request has asked for."""
         self.ended: list[EndedLease] = []
+        """All results."""
         self.on_grant: Callable[[], None] = lambda: None
+        """Function that is called when leases are given."""
 
     def client(self) -> HubClient:
         """Return the connection of a node to this hub."""
         return HubClient(HubLink(0, 0, self), None, 60.0)
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Answer a request of the scheduler, as `HubCaller` does."""
         match request:
             case p.LeaseRequest():
                 leases = await self.lease(request.capacity)
@@ -58,6 +65,7 @@ class FakeHub:
                 raise AssertionError(f"{request} is not of the scheduler")
 
     async def lease(self, capacity: int) -> list[Lease] | None:
+        """Return at most `capacity` leases. Waits for more; returns None if there are none and `done` is True."""
         assert capacity > 0
         self.asked.append(capacity)
         await anyio.lowlevel.checkpoint()
@@ -71,14 +79,17 @@ class FakeHub:
         return granted
 
     def add(self, *numbers: int) -> None:
+        """Give more leases, with these numbers."""
         self.ready += [lease(number) for number in numbers]
         self.more.set()
 
     async def deliver(self, ended: list[EndedLease]) -> None:
+        """Take results."""
         self.ended += ended
         await anyio.lowlevel.checkpoint()
 
     def outcomes(self) -> dict[int, Outcome]:
+        """Return the outcome of each lease. Checks that each has one result."""
         assert len({ended.lease_id for ended in self.ended}) == len(self.ended), "one result per lease"
         return {ended.lease_id: ended.result.outcome for ended in self.ended}
 
@@ -91,9 +102,11 @@ class Engine:
         self.wake: Callable[[], None] = lambda: None
 
     def room(self) -> int:
+        """Return the number of free slots."""
         return max(0, self.free)
 
     async def generate(self, seconds: float) -> None:
+        """Hold a slot for some seconds, then wake the scheduler."""
         self.free -= 1
         try:
             await anyio.sleep(seconds)
@@ -121,7 +134,7 @@ def test_at_most_max_concurrent_episodes_are_alive_and_a_freed_place_is_refilled
 
         await Scheduler(hub.client(), episode, Wakeup(), max_concurrent=3).run()
         assert most == 3
-        assert anyio.current_time() == 4.0
+        assert anyio.current_time() == 4.0, "ten episodes of a second, three at a time"
         assert len(hub.outcomes()) == 10
 
     run(scenario)
@@ -140,6 +153,7 @@ def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_i
 
         async with anyio.create_task_group() as group:
             group.start_soon(Scheduler(hub.client(), episode, Wakeup(), max_concurrent=32).run)
+            # Lease 0 ends at 1 s, so one lease is asked for; the hub holds this request. At 2 s the other 31 end.
             await anyio.sleep(5)
             assert hub.asked == [32, 1]
             hub.add(*range(32, 64))
@@ -165,7 +179,7 @@ def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_oth
         engine.wake = wakeup.notify
         scheduler = Scheduler(hub.client(), episode, wakeup, room=engine.room)
         await scheduler.run()
-        assert anyio.current_time() == 6 + 50
+        assert anyio.current_time() == 6 + 50, "twelve responses of a second in two slots, then the last steps"
 
     run(scenario)
 
@@ -275,6 +289,8 @@ def test_a_cancelled_episodes_place_is_refilled_at_once() -> None:
 
 
 LIVES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=30)
+"""Random episodes: seconds of the response, seconds of the step, and the second after which the episode is
+cancelled."""
 
 
 @given(LIVES, st.integers(1, 4))
@@ -387,6 +403,7 @@ def test_a_cancel_that_overtakes_its_lease_ends_it_when_it_comes() -> None:
             scheduler.cancel([0, 2])
             hub.add(1, 2)
             hub.done = True
+        # Lease 0 ended before its cancellation. Lease 2 is cancelled when it comes, at 2 s, and lease 1 ends at 3 s.
         assert anyio.current_time() == 3.0
         assert hub.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.ENV_ERROR, 2: Outcome.CANCELLED}
 
@@ -411,6 +428,7 @@ def test_a_scheduler_that_stops_leasing_asks_no_more_and_hands_back_what_it_is_t
             hub.add(3)
             await anyio.sleep(8)
             scheduler.hand_back()
+        # The fourth lease is never asked for. The long episodes are cancelled at 9 s.
         assert anyio.current_time() == 9.0
         assert hub.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
 
