@@ -1,4 +1,8 @@
-"""Episodes of many turns on the virtual clock, around a scripted proxy and environment."""
+"""Episodes of many turns on the virtual clock, around a scripted proxy and environment.
+
+A token is a character. Each method of an `Env` takes 2 s, and each token of a `Script` takes 0.5 s. A response ends
+with the token `EOS` unless it was cut.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ from flash.simulate.clock import run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Piece, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
+"""Token with which the model ends a response."""
 SETTINGS = EpisodeSettings(
     seed=7,
     max_new_tokens=8,
@@ -78,6 +83,7 @@ class Script:
         self.seconds = 0.5
 
     async def generate(self, request: ResponseRequest) -> Completion:
+        """Return the next completion, or raise the next error after two tokens."""
         self.calls.append(request)
         completion = self._completions.pop(0)
         for _ in range(2 if isinstance(completion, Exception) else len(completion.token_ids)):
@@ -105,10 +111,12 @@ class Env:
         self.closed = 0
 
     async def reset(self, seed: int) -> Any:
+        """Return the first observation."""
         await anyio.sleep(self._seconds)
         return self._first, {}
 
     async def step(self, action: str) -> Any:
+        """Return the next result, or raise it if it is an error."""
         self.actions.append(action)
         await anyio.sleep(self._seconds)
         result = self._results.pop(0)
@@ -117,6 +125,7 @@ class Env:
         return result
 
     async def close(self) -> None:
+        """Count the call."""
         self.closed += 1
         await anyio.sleep(self._seconds)
 
@@ -167,6 +176,7 @@ def fail(env: Any, proxy: Responder, **changes: Any) -> Failure:
 
 
 FIVE = ["a", "bb", "ccc", "dd", "e"]
+"""Texts of five responses: 9 characters, and with the ends 14 tokens."""
 
 
 def five_turns() -> tuple[Env, Script]:
@@ -216,6 +226,7 @@ def test_each_turn_keeps_its_texts_its_reward_and_its_times() -> None:
     assert trajectory.reward == pytest.approx(1.6)
     assert [turn.action for turn in trajectory.turns] == FIVE
     assert [turn.observation for turn in trajectory.turns] == ["start", *(f"after {i}" for i in range(4))]
+    # The reset takes 2 s. A turn takes the time of its response and 2 s for the step.
     assert [turn.start - 1e6 for turn in trajectory.turns[:3]] == [2.0, 5.0, 8.5]
     assert [turn.generate_s for turn in trajectory.turns[:3]] == [1.0, 1.5, 2.0]
     assert {turn.env_s for turn in trajectory.turns} == {2.0}
@@ -291,6 +302,7 @@ def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
     kinds: list[str] = []
 
     def make(kind: str) -> Any:
+        """Make an environment, and note the kind."""
         kinds.append(kind)
         return Env(end(1.0))
 
@@ -342,6 +354,7 @@ def test_after_max_turns_the_episode_is_truncated_with_the_rewards_so_far() -> N
     assert bytes(trajectory.tokens().tolist()) == b"starta\0|xb\0"
 
 
+# The first turn has 7 tokens (`start`, `a` and its end), and the observation after it 11, with its mark.
 @pytest.mark.parametrize(("max_length", "turns"), [(18, 1), (19, 2)])
 def test_an_observation_that_leaves_no_room_for_a_response_truncates_the_episode(max_length: int, turns: int) -> None:
     env = Env(go("ten chars.", 0.25), end(1.0))
@@ -353,6 +366,7 @@ def test_an_observation_that_leaves_no_room_for_a_response_truncates_the_episode
 def test_a_response_gets_no_more_tokens_than_there_is_room_for() -> None:
     proxy = Script(say("a"), say("b"))
     run(Env(go("x"), end(1.0)), proxy, max_length=12)
+    # The prompts have 5 and 9 of the 12 tokens.
     assert [call.max_new_tokens for call in proxy.calls] == [7, 3]
 
 
@@ -513,10 +527,12 @@ class Knowing(Env):
     """An environment that asks the episode about tokens, and limits the second response to three."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Keep the view of the episode."""
         self.episode = episode
         self.knew: list[tuple[Said, int, int]] = []
 
     async def step(self, action: str) -> Any:
+        """Note the last response, the turns that are left, and the room after the next observation."""
         result = await super().step(action)
         self.knew.append((self.episode.last, self.episode.turns_left, self.episode.room(result[0])))
         if len(self.knew) == 1:
@@ -546,9 +562,11 @@ class Parsing(CharTokenizer):
     """A tokenizer whose parser of responses to chat messages makes all letters capital."""
 
     def read_response(self, token_ids: Sequence[int], *_: Any, **__: Any) -> Spoken:
+        """Return the response in capital letters."""
         return Spoken(Message("assistant", self.decode(token_ids).upper()))
 
     def start_reading(self, *_: Any, **__: Any) -> ResponseReader:
+        """Return a reader of capital letters."""
         return ResponseReader(lambda token_ids: self.decode(token_ids).upper())
 
 
@@ -556,6 +574,7 @@ class Reporting(Script):
     """A proxy that reports the tokens of a response when it is done."""
 
     async def generate(self, request: ResponseRequest) -> Completion:
+        """Report all tokens of the next completion at once, and return it."""
         completion = self._completions.pop(0)
         assert isinstance(completion, Completion)
         request.on_tokens(completion.token_ids)
@@ -566,11 +585,13 @@ class Listening(Env):
     """An environment that listens to the first response, and reads it when it is complete."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Collect the pieces of the first response."""
         self.episode = episode
         self.pieces: list[Piece] = []
         episode.listen(lambda piece, _: self.pieces.append(piece))
 
     async def step(self, action: str) -> Any:
+        """Read the whole response."""
         self.spoken = self.episode.spoken()
         return await super().step(action)
 
@@ -590,9 +611,11 @@ class Deaf(Env):
     """An environment that raises an error when it gets a piece of a response."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Listen to the first response."""
         episode.listen(self.hear)
 
     def hear(self, piece: Piece, prompt_tokens: int) -> None:
+        """Raise an error."""
         raise KeyError(piece.content)
 
 
@@ -607,6 +630,7 @@ class Measuring(Env):
     """An environment that asks for the room of its next observation while the response before it is sampled."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Measure the next observation at each piece of the first response."""
         self.left: list[int] = []
         episode.listen(lambda *_: self.left.append(episode.room("more")))
 
@@ -626,10 +650,12 @@ class Branching(Env):
         self._places = list(places)
 
     def inform(self, episode: EpisodeView) -> None:
+        """Keep the view of the episode."""
         self.episode = episode
         self.left: list[int] = []
 
     async def step(self, action: str) -> Any:
+        """Choose the place of the next observation, and note the room there."""
         result = await super().step(action)
         if self._places:
             self.episode.go_on(*self._places.pop(0))
@@ -638,6 +664,7 @@ class Branching(Env):
 
 
 def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_prompts() -> None:
+    # After the second response the environment goes back to the first one, so a second branch begins there.
     env = Branching(go("more", 0.5), go("other"), go("on"), end(1.0), places=[(0, 1), (0, 1), (1, 2)])
     script = Script(say("a", (3, 2)), say("bc", (4, 3)), say("d", (4, 2)), say("e", (5, 2)))
     played = succeed(env, script)
@@ -660,6 +687,7 @@ class Impatient(Branching):
     """An environment that chooses the place of the observation after the next one while the response is sampled."""
 
     async def step(self, action: str) -> Any:
+        """Choose a place at a piece of the next response, once all places of `Branching` are used."""
         result = await super().step(action)
         if not self._places:
             self.episode.listen(lambda *_: self.episode.go_on(0, 2))
@@ -677,6 +705,7 @@ class HalfBlocking(Env):
     """An environment with one method that is not a coroutine."""
 
     def step(self, action: str) -> Any:
+        """Return the result itself, and nothing to await."""
         return end(1.0)
 
 
@@ -693,6 +722,7 @@ class Broken(Env):
     """An environment that cannot be closed."""
 
     async def close(self) -> None:
+        """Raise an error after the count."""
         await super().close()
         raise OSError("still mounted")
 
@@ -779,11 +809,13 @@ class Blocked(CharTokenizer):
         self.released = threading.Event()
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens; wait for `released` if the observation is large."""
         if len(observation) >= LARGE_LETTERS:
             self.released.wait()
         return super().render(observation, tools)
 
     def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens after `released` is set."""
         self.released.wait()
         return super().follow(observation, end, tools)
 
@@ -796,10 +828,12 @@ class CountsPrompts(Env):
         self.observation = observation
 
     def inform(self, episode: EpisodeView) -> None:
+        """Keep the view of the episode."""
         self.episode = episode
         self.counts: list[list[int]] = []
 
     async def step(self, action: str) -> Any:
+        """Count the prompt with `observation` at each place of branch 0, from its beginning on."""
         result = await super().step(action)
         places = range(len(self.counts) + 2)
         self.counts.append([await self.episode.count(Expected("", self.observation, 0, place)) for place in places])
@@ -885,9 +919,11 @@ class Announcing(Env):
     """An environment whose first response is sampled ahead."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Keep the view of the episode."""
         self._episode = episode
 
     async def reset(self, seed: int) -> Any:
+        """Announce the first observation, so that its response is sampled during the reset."""
         self._episode.expect(Expected("first", "start", branch=0, responses=0))
         self._episode.comes("first")
         await anyio.sleep(0.1)
@@ -919,6 +955,7 @@ def test_an_outage_does_not_count_while_the_episode_waits_for_a_response_that_wa
 
 
 def test_closing_has_its_own_deadline_beside_that_of_the_episode() -> None:
+    # The step ends at 5 s, and closing takes until 7 s.
     trajectory = succeed(Env(end(1.0)), Script(say("a")), episode_s=5.5)
     assert trajectory.outcome == Outcome.OK
 
@@ -935,16 +972,20 @@ class Counting(Phases):
         self.entered = 0
 
     def enter(self, lease: Lease) -> None:
+        """Count the episode."""
         self.inside += 1
         self.entered += 1
 
     def leave(self, lease: Lease) -> None:
+        """Count the episode out."""
         self.inside -= 1
 
     async def generated(self, lease: Lease) -> None:
+        """Take a second."""
         await anyio.sleep(1)
 
     async def stepped(self, lease: Lease) -> None:
+        """Take a second."""
         await anyio.sleep(1)
 
 
@@ -973,6 +1014,7 @@ def test_a_cancelled_episode_closes_its_environment_once_and_tells_its_tokens(ha
             return anyio.current_time()
 
         finished = run_virtual(cancelled)
+        # The reset takes 2 s, each phase 1 s, each token 0.5 s, and the step 2 s.
         sampled_at = [3.5, 4.0, 8.5, 9.0]
         assert env.closed == 1
         assert (phases.inside, phases.entered) == (0, 1)
@@ -1023,9 +1065,11 @@ class Argued(CharTokenizer):
         self._shown = shown
 
     def with_arguments(self, arguments: Any) -> Tokenizer:
+        """Return a tokenizer that shows these arguments."""
         return Argued(str(dict(arguments)))
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of the arguments and the observation."""
         return [ord(c) for c in self._shown + text_of(observation)]
 
 
