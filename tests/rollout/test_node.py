@@ -1,4 +1,9 @@
-"""Hub, node, scheduler, proxy and episode together, on the virtual clock, around fakes."""
+"""Hub, node, scheduler, proxy and episode together, on the virtual clock, around fakes.
+
+Unless a test says otherwise, a run has 4 steps of 8 samples in groups of 2, an engine that answers `yes` with a token
+every 0.1 s, an environment without delay that pays 1 for `yes`, and a trainer that takes a second for a step. The
+*ledger* counts the tasks of training: issued, trained, tried again (retried), given up, in flight.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +47,15 @@ class CharTokenizer(Tokenizer):
     """A tokenizer with one token for each character, without an end of a turn."""
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return a token for each character."""
         return [ord(c) for c in observation]
 
     def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return a token for each character."""
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the characters of the tokens."""
         return "".join(chr(t) for t in token_ids)
 
 
@@ -58,14 +66,17 @@ class Echo:
         self._seconds = step_seconds
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Return a prompt with the seed."""
         self._seed = seed
         return f"say {seed}", {}
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Take the seconds of the seed, pay for the answer, and end the episode."""
         await anyio.sleep(self._seconds(self._seed))
         return "", float(action == "yes"), True, False, {}
 
     async def close(self) -> None:
+        """Do nothing."""
         return None
 
 
@@ -93,12 +104,19 @@ class FakeTrainer:
         self._hub = InProcessCaller(hub)
         self._seconds = seconds
         self.version = version
+        """Version that was published last."""
         self.shards: list[Shard] = []
+        """Batches that were trained, or are being trained."""
         self.snapshots = snapshots
+        """States that the hub has kept, by version."""
         self.stepped = anyio.Event()
+        """Event that is set after each step. `reached` replaces it."""
         self.finished = False
+        """True if the hub has said that the run has all its steps."""
 
     async def run(self) -> None:
+        """Publish a version, then train a batch, commit it and publish the next version, until the hub has no more
+        batches."""
         await self._publish()
         while True:
             reply = await self._hub.call(p.BatchRequest(0, self.version, []), timeout=1000)
@@ -121,12 +139,28 @@ class FakeTrainer:
             await self.stepped.wait()
 
     async def _publish(self) -> None:
+        """Publish the present version, which has no content."""
         published = Published(self.version, "tcp", b"", Canary([1, 2], [-1.0]))
         await self._hub.call(p.PublishRequest(published), timeout=60)
 
 
 class World:
-    """A run on the virtual clock."""
+    """A run on the virtual clock: a hub with a trainer and one node.
+
+    Args:
+        config: the configuration of the run.
+        env: makes an environment.
+        engines: makers of the engines, one for each place. None: one place with an engine that says `answer`.
+        train_seconds: seconds of a step of the trainer.
+        answer: response of the usual engine.
+        tokenizer: tokenizer of the node.
+        state: state from which the hub goes on; None: a new run.
+        evaluated: steps whose evaluations are complete already.
+        kind_of: returns the kind of the problem of a seed.
+        prepare: prepares the environment of the node.
+        journal: journal of the hub.
+        incarnation: number of the hub in the run.
+    """
 
     status_s: float | None = None
     """Seconds between two status reports of the node; None: it sends none."""
@@ -167,6 +201,7 @@ class World:
         return [line.newest for line in self.lines]
 
     def build(self) -> Hub:
+        """Make the hub, its trainer and its node, and return the hub."""
         now = anyio.current_time
         kept = KeptStates()
         self.hub = Hub(
@@ -192,6 +227,7 @@ class World:
         return self.hub
 
     async def run(self) -> RunEnd:
+        """Build the run, and run it until the hub ends. Returns the end."""
         self.build()
         self.begun = anyio.current_time()
         ends: list[RunEnd] = []
@@ -266,6 +302,7 @@ def test_generation_and_training_overlap_only_with_a_positive_ratio() -> None:
     overlapped = World(make_config(train={"async_ratio": 1.0}, **slow), train_seconds=0.3)
     run(sync)
     run(overlapped)
+    # A step takes 0.3 s of training, and about as long for its answers. Overlapped, the two take nearly half the time.
     assert sync.took / overlapped.took > 1.5
 
 
@@ -312,7 +349,7 @@ def test_an_environment_that_hangs_is_given_up_after_its_deadline() -> None:
 
     world = World(make_config(), env=Hanging)
     end = run(world)
-    assert end.ledger[f"given_up_{Outcome.ENV_TIMEOUT}"] == 2
+    assert end.ledger[f"given_up_{Outcome.ENV_TIMEOUT}"] == 2, "both samples of the problem"
     assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
 
 
@@ -359,6 +396,7 @@ def test_a_prompt_without_room_for_an_answer_is_an_error_that_names_the_limit() 
 
 
 def test_an_answer_cut_at_the_limit_is_truncated() -> None:
+    # `rollout.max_new_tokens` is 16.
     world = World(make_config(), answer="n" * 40)
     run(world)
     assert {s.trajectory.outcome for shard in world.trainer.shards for s in shard.samples} == {Outcome.TRUNCATED}
@@ -501,9 +539,11 @@ class SlowToStart(FakeEngine):
     closed = False
 
     async def start(self) -> None:
+        """Take five seconds."""
         await anyio.sleep(5)
 
     async def close(self) -> None:
+        """Note the call."""
         self.closed = True
         await super().close()
 
@@ -516,7 +556,11 @@ class SlowToStart(FakeEngine):
     ],
 )
 def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_as_failed(after: float, by: str) -> None:
-    """While its engine starts, while its episodes run, and where what tells it to go ends its engine, too."""
+    """The drain comes `after` so many seconds: while the engine starts, or while episodes run.
+
+    `by`: a signal, or a request of the hub. The signal may go to all processes and so end the engine, too, shortly
+    after the node has it (`to all`) or before (`to engines`).
+    """
     config = make_config(run={"steps": 12}, deadlines={"env_step": 200.0, "step": 300.0})
     world = World(config, env=lambda: Echo(lambda seed: 1.0))
     engine = SlowToStart(lambda prompt: [ord(c) for c in "yes"], 0.1)
@@ -611,6 +655,7 @@ class LostHub:
     """A connection to a hub that is lost a second after each request."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Lose the hub after a second."""
         await anyio.sleep(1)
         raise PeerLostError("the connection to the hub ended")
 
@@ -639,6 +684,7 @@ class Service:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[Service]:
+        """Open the resource for the time of the block, and close it a second after."""
         self.events.append("opened")
         try:
             yield self
@@ -647,6 +693,7 @@ class Service:
             self.events.append("closed")
 
     async def prepare(self) -> None:
+        """Open the resource for all environments of the node."""
         await shared("service", self.open)
 
 
