@@ -21,6 +21,7 @@ from flash.simulate.report import SimReport
 from flash.simulate.world import World
 
 CACHE = 10_000
+"""Number of tokens that the KV cache of an engine can hold."""
 TWO_ENGINES = {
     "gpus": 3,
     "rollout_gpus": 2,
@@ -83,6 +84,8 @@ def test_what_ends_within_a_few_steps_is_replaced_in_advance_unless_the_cache_is
         limit = limit_of(lengths_of([length] * count), [(10, 0, 30)] * 3)
         limit.observe(pressure(0.9, kv_tokens=kv_tokens))
         limits.append(limit.limit)
+    # Of 256 responses with a mean length of 16, 1024 or 4 tokens, 128, 2 or all end within 8 steps (`STEPS_AHEAD`).
+    # After 255 responses the mean is not known yet (`MIN_ENDED`).
     assert limits[:4] == [256 + 128, 256, 256 + 2, 256 + 256]
     assert limits[4] < 256, "what runs has to fit"
 
@@ -129,6 +132,7 @@ def test_as_many_may_begin_as_keep_expectation_and_deviations_within_the_cache(
     hazard = lengths.cumulative_hazard(2000)
 
     def outlives(age: int, more: float) -> float:
+        """Return the probability that a response of `age` tokens lives for `more` further tokens."""
         return math.exp(np.interp(age, EDGES, hazard) - np.interp(age + more, EDGES, hazard)) * (age + more < 2000)
 
     spread = (used * CACHE - sum(prompt + age for prompt, age, _ in rows)) / count
@@ -179,6 +183,7 @@ def test_what_is_expected_to_decode_for_longer_than_its_context_is_computed_is_w
     lengths = lengths_of([1000] * 200)
     rows = [(100, 0, 4000), (100, 900, 4000), (40_000, 0, 4000), (100, 3990, 4000)]
     limit = limit_of(lengths, rows)
+    # The third has a context of 40,000 tokens, and the fourth ends within 10 tokens.
     assert limit.worth_moving(range(4)) == [0, 1]
     assert limit.worth_moving([1, 0]) == [0, 1]
     assert limit.worth_moving([]) == []
@@ -239,11 +244,15 @@ class Decoder:
         self.running: list[list[int]] = []
         """Number, context, and tokens left of each sequence; the youngest comes last."""
         self.waiting: deque[list[int]] = deque()
+        """Sequences that wait, in the form of `running`."""
         self.put_back = 0
+        """Number of preemptions."""
         self.used_steps = self.steps = 0
+        """Sum of the tokens in the cache over all steps, and number of steps."""
 
     @property
     def used(self) -> int:
+        """Number of tokens in the cache."""
         return sum(context for _, context, _ in self.running)
 
     def step(self) -> list[int]:
@@ -263,6 +272,7 @@ class Decoder:
 
     @property
     def told(self) -> Pressure:
+        """Load that the engine reports."""
         return Pressure(len(self.running), len(self.waiting), min(1.0, self.used / self._cache), 0, self._cache)
 
 

@@ -29,11 +29,12 @@ from tests.rollout.test_node import CharTokenizer, Echo, World, ages
 from tests.rollout.test_node_engines import config, engine
 
 AWAY_S = 3.0
-"""Between two hubs: some samples end meanwhile, and some do not."""
+"""Seconds between two hubs: some samples end meanwhile, and some do not."""
 
 
 IN_THE_MIDST_S = 0.7
-"""After a version and its checkpoint, in the middle of a step: samples have gone out since."""
+"""Seconds from a version and its checkpoint to the loss of the hub, in the middle of a step. The hub has leased further
+samples since."""
 
 
 class Line:
@@ -44,6 +45,7 @@ class Line:
         self.cut = anyio.Event()
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send a request to the hub. Raises PeerLostError when the connection is cut."""
         async with unwrapped_group() as race:
             race.start_soon(self._end, race.cancel_scope)
             reply = await self._hub.call(request, timeout)
@@ -52,6 +54,7 @@ class Line:
         raise PeerLostError("the hub is gone")
 
     async def _end(self, call: anyio.CancelScope) -> None:
+        """Cancel a call when the connection is cut."""
         await self.cut.wait()
         call.cancel()
 
@@ -60,8 +63,8 @@ class Incarnations:
     """A node, and the hubs of a run that it serves one after the other.
 
     Args:
-        engines: how many it has.
-        away_s: how long it finds no hub.
+        engines: number of the node's engines.
+        away_s: seconds in which the node finds no hub.
     """
 
     def __init__(self, *, engines: int, away_s: float = AWAY_S, **changes: Any) -> None:
@@ -69,17 +72,19 @@ class Incarnations:
         self.lines = [FakeLine(lambda: engine(text="yes and more")) for _ in range(engines)]
         self.node: RolloutNode | None = None
         self.begun: Counter[int] = Counter()
-        """Episodes by their seeds."""
+        """Number of episodes that were begun, by seed."""
         self.trained: dict[int, list[int]] = {}
-        """The tasks of each step."""
+        """Tasks that each step has trained."""
         self.worlds: list[World] = []
+        """Hub and trainer of each incarnation so far."""
         self._away_s = away_s
         self._journal = MemoryJournal()
         self._lost = anyio.Event()
         self.away = anyio.Event()
-        """The first hub is gone."""
+        """Event that is set when the first hub is gone."""
 
     def make_env(self, kind: str) -> Any:
+        """Return an environment that counts its episodes by seed, with steps of 0 to 2 s."""
         begun = self.begun
 
         class Counted(Echo):
@@ -90,6 +95,7 @@ class Incarnations:
         return wrap(Counted(lambda seed: seed % 5 / 2))
 
     def lose(self, error: TransportError) -> None:
+        """Note that the node has lost its hub."""
         self._lost.set()
 
     async def run(self, cuts: Sequence[int]) -> RunEnd:
@@ -104,6 +110,8 @@ class Incarnations:
         raise AssertionError("cancelled from outside, and not told")
 
     async def _serve(self, tasks: Any, number: int, cut: int | None) -> RunEnd | None:
+        """Run hub `number` until it has lost the node after version `cut` (None: until the run ends). Returns the end,
+        or None."""
         state = self._state() if self.worlds else None
         world = World(self.config, state=state, evaluated={0}, journal=self._journal, incarnation=number)
         ends = list[RunEnd]()
@@ -152,6 +160,7 @@ class Incarnations:
 
     @property
     def engines(self) -> list[FakeEngine]:
+        """All engines that were made, in the order of their places."""
         return [each for line in self.lines for each in line.made]
 
 
@@ -171,6 +180,7 @@ def test_episodes_outlive_the_hub_and_no_sample_is_made_twice(engines: int, cuts
 
 
 def test_a_node_that_comes_too_late_drops_what_it_has_and_others_make_it_again() -> None:
+    # The next hub waits `claim_s` for nodes that hold leases, and the node comes a second later.
     incarnations = Incarnations(engines=2, away_s=claim_s(config()) + 1)
     end = run_virtual(lambda: incarnations.run([3]))
     assert end.ledger["issued"] == end.ledger["trained"] == 96

@@ -31,6 +31,7 @@ from flash.types import Failure, Lease
 from flash.waiting import first_error
 
 START_S = 20.0
+"""Seconds that the start of an engine may take."""
 
 
 def test_pauses_double_up_to_a_limit_and_end_with_the_budget() -> None:
@@ -74,8 +75,10 @@ class Diary:
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, str]] = []
+        """Time of each report in seconds, and its notes, or `replaced` for a report without notes."""
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Answer a request for a version after the longest wait, with none. Write down a report."""
         if isinstance(request, p.VersionRequest):
             await anyio.sleep(LONG_POLL_S)
             return check_reply(request, p.VersionReply(None, done=False))
@@ -120,6 +123,7 @@ def lives(
         await supervisor.start(START_S)
 
         async def watch() -> None:
+            """Run the supervisor, and keep the death with which it ends."""
             try:
                 await supervisor.run()
             except BaseExceptionGroup as errors:
@@ -165,6 +169,7 @@ def test_an_engine_comes_back_after_a_pause_and_a_start_until_its_restarts_are_u
         "replaced",
         was_last(2),
     ]
+    # The pauses of 1 s and 2 s, and a start of 5 s.
     assert told[1][0] == told[0][0] + 1 + 5
     assert told[3][0] == told[2][0] + 2 + 5
     assert len(made) == 3
@@ -177,6 +182,7 @@ def test_a_start_that_fails_or_never_ends_is_tried_again(how: str) -> None:
     numbers = iter(range(10))
 
     def make() -> FakeEngine:
+        """Return a fake engine. The second one fails or hangs when it starts."""
         number = next(numbers)
         one = FakeEngine(lambda prompt: [], start_seconds=1000.0 if how == "hangs" and number == 1 else 5.0)
         one.start_error = EngineError("no memory") if how == "fails" and number == 1 else None
@@ -202,6 +208,7 @@ def begun_with(
     each = iter(ends)
 
     def make() -> FakeEngine:
+        """Return a fake engine with the next end of a start."""
         one = engine()
         one.start_error = next(each)
         return one
