@@ -73,8 +73,6 @@ class Incarnations:
         self.node: RolloutNode | None = None
         self.begun: Counter[int] = Counter()
         """Number of episodes that were begun, by seed."""
-        self.trained: dict[int, list[int]] = {}
-        """Tasks that each step has trained."""
         self.worlds: list[World] = []
         """Hub and trainer of each incarnation so far."""
         self._away_s = away_s
