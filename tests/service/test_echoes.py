@@ -177,7 +177,11 @@ class Client:
         """Messages of the answers so far, as the client received them, and the results of their calls."""
 
     def request(self) -> bytes:
-        """Return the body of the next request."""
+        """Return the body of the next request.
+
+        Every second request differs where it means the same: another role of the system, white space, content in parts,
+        results in another order if their ids differ, tools in another order.
+        """
         now = len(self.turns)
         messages: list[Given] = [{"role": ["system", "developer"][now % 2], "content": "be brief" + " " * (now % 2)}]
         messages.append({"role": "user", "content": ["1+1?", [{"type": "text", "text": "1+1?"}]][now % 2]})

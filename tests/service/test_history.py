@@ -31,6 +31,7 @@ from tests.envs.agents import END, ROLES, ByteTokenizer
 from tests.envs.forms import ADD
 
 ENOUGH = EpisodeLimits(max_length=1 << 20, max_turns=1 << 20, max_new_tokens=1 << 20)
+"""Limits that no conversation here reaches."""
 WORDS = st.sampled_from(["a", "b", "ab", ""])
 OFFER = Message("system", "tools")
 ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}
@@ -87,6 +88,7 @@ class Offering(ByteTokenizer):
         """Do nothing, though this tokenizer reads no calls: tools change only the prompt here."""
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of the observation, after the message about the tools."""
         assert not isinstance(observation, str)
         return super().render([OFFER, *observation] if tools else observation)
 
@@ -120,14 +122,20 @@ class Conversation:
 
     def __init__(self) -> None:
         self.histories: list[list[Message]] = [[]]
+        """Messages of each request with its answer, from which later requests begin."""
         self.branches: list[list[Message]] = [[]]
+        """Messages of each branch."""
         self.tools: list[list[Tool]] = [[]]
+        """Tools of each branch."""
         self.prompts: list[list[int]] = []
+        """Tokens of the prompt of each request."""
         self.said: list[list[int]] = []
+        """Tokens of the answer to each request."""
         self._history = History()
         self._transcript = Transcript(Offering(), ENOUGH)
 
     def ask(self, request: Request) -> None:
+        """Make a request of the agent, let the policy answer it, and compare the prompt with the request's messages."""
         messages, transcript = request.messages(self.histories), self._transcript
         place = self._history.place(messages, request.tools)
         self._check(place, messages, request.tools)
@@ -165,6 +173,7 @@ class Conversation:
             assert len(self.branches[place.branch]) == max(map(len, whole)) == len(messages) - len(place.added)
 
     def trajectory(self) -> Trajectory:
+        """Return the trajectory of the conversation."""
         return self._transcript.trajectory(Task(1, 1, 0, 1), Outcome.OK, 0)
 
 

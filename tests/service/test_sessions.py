@@ -47,8 +47,11 @@ class Agent:
     def __init__(self, session: EpisodeSession) -> None:
         self._session = session
         self.got: list[str] = []
+        """Results, in the order of arrival."""
 
     async def ask(self, request: AgentRequest, key: str | None = None, again: bool | None = None) -> None:
+        """Make the call of a request, wait for its answer, and keep the result. `again`: argument `retry` of the
+        call."""
         try:
             call = self._session.call(request, key, retry=again)
             with call.waited_for():
@@ -61,6 +64,7 @@ class Agent:
 
 
 Play = Callable[[EpisodeSession, Agent, Any], Awaitable[None]]
+"""Scenario, given a session, an agent of it, and a task group in which the agent makes calls."""
 
 
 def play(part: Play) -> list[str]:
@@ -244,6 +248,8 @@ TWO = assistant("two")
     ],
 )
 def test_history_that_is_not_as_it_was_begins_a_branch(messages: list[Message]) -> None:
+    """A place has the number of the branch, its answers before the place, True for a new branch, and new messages."""
+
     async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         calls.start_soon(agent.ask, asked(*messages))
@@ -371,6 +377,7 @@ def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keye
 
 
 def test_open_calls_of_an_episode_have_so_many_bytes_together_and_answered_ones_have_none() -> None:
+    # Three calls of this size are allowed, and four are too large.
     session, size = EpisodeSession(), OPEN_BYTES // 4 + 1
     calls = [session.call(msgspec.structs.replace(asked(*user(f"{n}")), size=size)) for n in range(3)]
     with pytest.raises(ApiError, match="3 requests of this episode wait") as caught:
