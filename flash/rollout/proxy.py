@@ -247,8 +247,7 @@ class LLMProxy:
     async def _acquire_engine(self, record: RequestRecord) -> EngineRecord:
         """Wait until an engine holds the request, and return the engine. `_stream` gives the engine's room back.
 
-        Raises:
-            PoisonError: `MAX_DEATHS` engines died under the request. Other suspects of its group then fail, too.
+        Raises PoisonError if `MAX_DEATHS` engines died under the request. Other suspects of its group then fail, too.
         """
         while True:
             if record.deaths >= MAX_DEATHS:
@@ -480,8 +479,7 @@ class LLMProxy:
     async def _wait_until_empty(self, engine: EngineRecord, purpose: str, seconds: float) -> None:
         """Wait until an engine holds no request. The caller has made sure that the engine gets no new requests.
 
-        Raises:
-            DeadlineError: this takes longer than `seconds`. `purpose` completes the message.
+        Raises DeadlineError, whose message `purpose` completes, if this takes longer than `seconds`.
         """
 
         def waited_for() -> str:
@@ -499,8 +497,7 @@ class LLMProxy:
             scope.cancel()
 
     def _on_first_token(self, engine: EngineRecord, record: RequestRecord) -> None:
-        """Note that an engine has given a first token of a request, which shows that the request does not kill this
-        engine.
+        """Note that an engine has given a first token of a request: so the request does not kill this engine.
 
         If the request was a suspect, it is none any more, so the engine may get another suspect.
         """
@@ -552,10 +549,8 @@ class LLMProxy:
     async def replace(self, index: int, new: Engine) -> None:
         """Put a new engine into the place `index`. The old engine of this place must be dead and closed.
 
-        `new` has started and has no version yet, so it gets requests only after its first `load`.
-
-        Raises:
-            DeadlineError: requests of the dead engine did not leave it in time.
+        `new` has started and has no version yet, so it gets requests only after its first `load`. Raises DeadlineError
+        if requests of the dead engine did not leave it in time.
         """
         engine = self.records[index]
         # The requests of the dead engine were cancelled when it died. A request that leaves only later would be counted
@@ -589,8 +584,7 @@ class LLMProxy:
         return engine.death
 
     def renumber(self, first_index: int) -> None:
-        """Give the engines their numbers at the next hub, from `first_index` on. This is called when the hub was
-        lost."""
+        """Give the engines their numbers at the next hub, from `first_index` on. Called when the hub was lost."""
         for engine in self.records:
             engine.renumber(first_index + engine.index)
 

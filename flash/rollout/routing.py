@@ -144,8 +144,7 @@ class EngineView:
         self.clear_suspect(record)
 
     def clear_suspect(self, record: RequestRecord) -> None:
-        """If a request is the engine's suspect, note that it cannot kill the engine, which may then get another
-        suspect.
+        """If a request is the engine's suspect, note that it is none any more, so that the engine may get another.
 
         This is called when the engine has given a token of the request, or no longer holds it.
         """
@@ -441,8 +440,7 @@ class Router:
 
 
 def _suits(view: EngineView, need: Need) -> bool:
-    """Return True if an engine has room for a request with this need and may serve it. The version of the engine is not
-    checked."""
+    """Return True if an engine has room for a request with this need and may serve it. Ignores the engine's version."""
     only = need.engine in (None, view.index) and view.takes(need.suspect)
     return only and view.index not in need.barred
 

@@ -268,8 +268,7 @@ class Scheduler:
         self._leasing.cancel()
 
     def hand_back(self) -> None:
-        """Cancel all episodes at once. Their results are failures with the outcome `cancelled`, so the hub can lease
-        the tasks again."""
+        """Cancel all episodes at once. Their outcome is `cancelled`, so the hub can lease the tasks again."""
         self.cancel(list(self._alive))
 
     def end(self) -> None:

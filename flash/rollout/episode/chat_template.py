@@ -551,10 +551,7 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> _MessageForm:
-        """Form of messages without calls: the first form in which the template shows the content of a message.
-
-        If it shows the content in neither form, or there is no template, this is the default form.
-        """
+        """Form of messages without calls: the first in which the template shows their content, or else the default."""
         for form in (_MessageForm(), _MessageForm(content_as_parts=True)):
             if self._shows([_formed(QUESTION, form)], (), QUESTION.content):
                 return form
@@ -575,10 +572,7 @@ class ChatTemplate:
         return self._form
 
     def _shows(self, shown: Sequence[TemplateMessage], tools: Sequence[Tool], text: str) -> bool:
-        """Return True if the template accepts messages and writes `text`, which is in them.
-
-        `shown`: the messages as the template takes them.
-        """
+        """Return True if the template accepts the messages `shown`, in its form, and writes `text`, which they have."""
         try:
             return text in self._render(shown, tools, prompting=False).text
         except EnvError:

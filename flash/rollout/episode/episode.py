@@ -94,10 +94,7 @@ class EpisodeSettings(EpisodeLimits, frozen=True, kw_only=True):
 
     @staticmethod
     def of_run(config: Config, domains: Mapping[str, DomainSettings] = ONE_KIND.domains) -> EpisodeSettings:
-        """Return the settings of a run and of its domains.
-
-        `domains`: settings of each domain, by name. By default there are none.
-        """
+        """Return the settings of a run and of its `domains`, which are given by name (by default none)."""
         teacher = config.algorithm.teacher
         run = EpisodeSettings(
             # The server of a teacher (a model to imitate) gives log-probs over all tokens, but a form forbids some.
@@ -213,8 +210,7 @@ class EpisodePlayer:
         return result if self._score is None else await self._score(result)
 
     async def _play(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
-        """Play an episode. Turn each error of the environment, the reward and the engines into a failure, and also the
-        end of the episode's deadline."""
+        """Play an episode. Turn each error of the environment and the engines, and a late end, into a failure."""
         settings = self._settings.for_kind(lease.task.kind)
         transcript = Transcript(self._tokenizer, settings, self._rendering)
         state = _EpisodeState(lease, progress, transcript, settings)
@@ -355,8 +351,7 @@ class EpisodePlayer:
     async def _close(self, env: Environment, state: _EpisodeState) -> None:
         """Close the environment within a deadline of its own, even while the episode is being cancelled.
 
-        Raises:
-            EnvError: the environment raised an error, or did not close in time (EnvTimeoutError).
+        Raises EnvError if the environment raised an error, or did not close in time (EnvTimeoutError).
         """
         what, seconds = f"close (seed {state.task.seed})", state.settings.close_s
         await call_method(what, seconds, "close", env.close, env=env, context=state.context, shield=True)
@@ -366,10 +361,8 @@ class EpisodePlayer:
     async def _prepare(self, observation: Observation, state: _EpisodeState) -> None:
         """Render the next observation in a thread if it is large, so that other episodes go on meanwhile.
 
-        A small observation is rendered later, by `Transcript.room` or `Transcript.render`.
-
-        Raises:
-            EnvError: a large observation cannot be shown.
+        A small observation is rendered later, by `Transcript.room` or `Transcript.render`. Raises EnvError if a large
+        one cannot be shown.
         """
         what = f"observation {state.turn()} to become tokens (seed {state.task.seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, what, "the size of the environment's observations")
@@ -532,9 +525,7 @@ class _EpisodeState:
     ) -> ResponseRequest:
         """Return the next request of the episode. Requests are numbered in the order in which they are made.
 
-        This number is not the number of the turn, because requests of responses that are sampled ahead count, too. The
-        request also carries the oldest policy version that may serve it (`min_version`), and the counter of lost tokens
-        (`tally`).
+        This number is not the number of the turn, because requests of responses that are sampled ahead count, too.
 
         Args:
             prompt: tokens before the response.
@@ -574,10 +565,7 @@ class _EpisodeState:
         self._late_outcome, self._awaited, self._advice = late_outcome, what, look_at
 
     def deadline_failure(self) -> Failure:
-        """Return the failure of an episode that has exceeded its deadline, `episode_s`.
-
-        `waits_for` has recorded the outcome, and the event that the message names.
-        """
+        """Return the failure of an episode that took longer than `episode_s`. `waits_for` has recorded its reason."""
         return self.failed(
             self._late_outcome,
             f"the episode took longer than {self.settings.episode_s:g} s; it was waiting for {self._awaited}; look at "
@@ -585,8 +573,7 @@ class _EpisodeState:
         )
 
     def failed(self, outcome: Outcome, message: str) -> Failure:
-        """Return a failure of the episode with this reason. It also says how many tokens were sampled for the
-        episode."""
+        """Return a failure of the episode with this reason. It also has the number of tokens sampled for it."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 
 

@@ -123,10 +123,8 @@ class Tokenizer(Protocol):
     def with_arguments(self, arguments: Mapping[str, Any]) -> Tokenizer:
         """Return a tokenizer with more arguments for its chat template, and leave this one unchanged.
 
-        Environments may set such arguments for an episode. This base class has no template and returns itself.
-
-        Raises:
-            EnvError: the chat template cannot have such an argument.
+        Environments may set such arguments for an episode. This base class has no template and returns itself. Raises
+        EnvError if the chat template cannot have such an argument.
         """
         return self
 
@@ -139,11 +137,7 @@ class Tokenizer(Protocol):
         return 1
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of the first observation: the prompt of the first response.
-
-        Raises:
-            EnvError: the observation cannot be shown.
-        """
+        """Return the tokens of the first observation, which begin a prompt. Raises EnvError if it cannot be shown."""
         ...
 
     def follow(self, observation: Observation, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
@@ -170,14 +164,9 @@ class Tokenizer(Protocol):
         return [self.decode([token]) for token in token_ids]
 
     def check_reads_calls(self) -> None:
-        """Check that calls of functions can be read from responses.
+        """Check that this tokenizer can read calls of functions from responses, before tools are offered to the policy.
 
-        This checks the tokenizer, not a response. The transcript and `ResponsesAhead` call it before they offer tools
-        to the policy. This base class cannot read calls, so it always raises EnvError. A derived class that can read
-        calls overrides this method.
-
-        Raises:
-            EnvError: calls cannot be read.
+        This base class cannot, so it always raises EnvError. A derived class that can read calls overrides this method.
         """
         raise EnvError(
             f"tools cannot be offered: {type(self).__name__} does not read calls of functions from responses; expected "
@@ -185,10 +174,9 @@ class Tokenizer(Protocol):
         )
 
     def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
-        """Return the grammar of the responses that have a form, for engines. This base class knows none.
+        """Return the grammar of the responses that have a form, for engines. Raises EnvError if there is none.
 
-        Raises:
-            EnvError: engines cannot sample in this form.
+        This base class knows no grammars.
         """
         raise EnvError(f"a response cannot have a form: {type(self).__name__} makes no grammars; expected HfTokenizer")
 
@@ -352,20 +340,14 @@ class HfTokenizer(Tokenizer):
     def prompt_and_answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[int]]:
         """Return two lists of tokens for supervised training (`flash sft`): the prompt, and the answer.
 
-        The answer is the last message, and the prompt has all messages before it.
-
-        Raises:
-            EnvError: the chat template cannot show the messages in a form that can be learned
-                (`ChatTemplate.prompt_and_answer` lists the reasons).
+        The answer is the last message, and the prompt has all messages before it. Raises EnvError if the template
+        cannot show them in a form that can be learned; `ChatTemplate.prompt_and_answer` lists the reasons.
         """
         return self._template.prompt_and_answer(messages, tools)
 
     @property
     def min_message_tokens(self) -> int:
-        """Lower bound on the tokens that one more message takes, found by trials with the template.
-
-        It does not hold for results of tools.
-        """
+        """Lower bound on the tokens of one more message that is no result of a tool, found by trials."""
         return self._template.min_message_tokens
 
     @cached_property
@@ -393,11 +375,7 @@ class HfTokenizer(Tokenizer):
     # -- tokens to text ----------------------------------------------------------------------------------------------
 
     def check_reads_calls(self) -> None:
-        """Check that calls of functions can be read from responses, before tools are offered to the policy.
-
-        Raises:
-            EnvError: the run configures no parser of calls (`model.tool_parser`).
-        """
+        """Raise EnvError if the run configures no parser of calls (`model.tool_parser`), so that none can be read."""
         if self._config.tool_parser is None:
             known = ", ".join(parser_names("tool_parsers"))
             raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
@@ -520,11 +498,7 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _controls(self) -> ControlTokens:
-        """Encoder of all text. All variants of the tokenizer share it.
-
-        Raises:
-            ConfigError: the tokenizer cannot distinguish text from control tokens.
-        """
+        """Encoder of all text, shared by all variants. Raises ConfigError if the tokenizer cannot be used for it."""
         return ControlTokens(self.inner, self._path)
 
     @cached_property

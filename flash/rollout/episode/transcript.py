@@ -123,11 +123,7 @@ class BranchFormat(NamedTuple):
     """Functions that the prompt of the branch offers."""
 
     def grammar(self, form: ResponseForm) -> Grammar:
-        """Return the grammar of a form, which tells engines the tokens that a response may have.
-
-        Raises:
-            EnvError: engines cannot sample in this form.
-        """
+        """Return the grammar that lets engines sample in a form. Raises EnvError if they cannot sample in this form."""
         grammar = self.tokenizer.grammar(form, self.tools)
         # Reasoning is read from chat messages only.
         return grammar if self.chat else msgspec.structs.replace(grammar, reasoning=None)
@@ -256,10 +252,7 @@ class Transcript:
 
         `EpisodePlayer` ends the episode without room. An environment calls this through its view, so that it can do
         something else instead. An observation that is certainly too large is not rendered, because that could take
-        seconds; then the number is only an upper bound below 0.
-
-        Raises:
-            EnvError: the observation cannot be shown.
+        seconds; then the number is only an upper bound below 0. Raises EnvError if the observation cannot be shown.
         """
         left, least = self.tokens_left(), self._min_tokens(observation)
         return left - (least if least > left else len(self.render(observation)))
@@ -344,9 +337,7 @@ class Transcript:
         `render` and `room` then use these tokens. They render a small observation themselves, on the event loop. An
         observation that is certainly too large is not rendered; `room` refuses it. The episode and its environment
         choose no other place while this waits for the lock or the thread, so the tokens fit the place at the end.
-
-        Raises:
-            EnvError: a large observation cannot be shown.
+        Raises EnvError if a large observation cannot be shown.
         """
         if self._rendered is not None and self._rendered[0] == observation:
             return
@@ -364,10 +355,8 @@ class Transcript:
     def render(self, observation: Observation) -> list[int]:
         """Return the tokens of the next observation. They are kept until its place changes, so do not change the list.
 
-        If the same observation was the last one to be rendered for this place, the kept tokens are returned.
-
-        Raises:
-            EnvError: the observation cannot be shown.
+        If the same observation was the last one to be rendered for this place, the kept tokens are returned. Raises
+        EnvError if the observation cannot be shown.
         """
         if self._rendered is None or self._rendered[0] != observation:
             self._rendered = observation, self._render(observation)
@@ -377,10 +366,8 @@ class Transcript:
         """Render the next observation, and return its tokens.
 
         This method may run in a thread, because the episode waits for the thread and changes nothing meanwhile. If the
-        observation begins a sequence, this also sets whether the next format is chat messages or plain text.
-
-        Raises:
-            EnvError: the observation cannot be shown.
+        observation begins a sequence, this also sets whether the next format is chat messages or plain text. Raises
+        EnvError if the observation cannot be shown.
         """
         if self._responses:
             return self.follow(self.branches[self.branch], self._responses, observation)
@@ -410,11 +397,7 @@ class Transcript:
     # -- the next response -------------------------------------------------------------------------------------------
 
     def set_form(self, form: ResponseForm) -> None:
-        """Let the next response have this form.
-
-        Raises:
-            EnvError: engines cannot sample in this form, or the run's responses can have no form at all.
-        """
+        """Let the next response have this form. Raises EnvError if it cannot have this form, or any form."""
         if not self.limits.forms:
             raise EnvError(
                 "a response cannot have a form with the server of a teacher (algorithm.teacher.url), which scores all "

@@ -108,13 +108,11 @@ class VLLMEngine:
         # as it can for an adapter in a single worker. None: the first load shows if the two can be equal.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
-        """Numbers for the ids of requests in vLLM."""
         self._sampling = SamplingParameters(ends)
         self._closing = False
         """True if the engine is being closed, so that failing requests are no sign of a death."""
         self._processes = EngineProcesses(self._die)
         self._steps = StepWatch(waits.hang_s(config))
-        """Watch that finds out if the engine hangs."""
         self._death: EngineDeadError | None = None
         """Error that says how the engine died; None while it lives, and also after a `close` without a death."""
         self._died = anyio.Event()
@@ -122,7 +120,6 @@ class VLLMEngine:
         self._answer_scope: anyio.CancelScope | None = None
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
-        """Computes the load of the engine from vLLM's numbers."""
         self._replays = grammars.GrammarReplays()
         """Maker of replays. A replay runs the grammar of a response over its sampled tokens once more, and so finds the
         tokens that could have been drawn: vLLM itself does not report them."""
@@ -186,13 +183,9 @@ class VLLMEngine:
         """Stream one response: pieces while it is sampled, then the completion. Implements `Engine.generate`.
 
         The response ends with an end token or a stop text, or when it reaches the token limit or the context length. If
-        the caller cancels or closes the iterator, the request is aborted in vLLM.
-
-        Raises:
-            EngineRefusal: the prompt does not fit, or vLLM refuses the request.
-            EngineDeadError: the engine has died, is closed or was not started.
-            EngineError: vLLM has failed the request, ended the response early, or returned unusable log-probs or
-                experts.
+        the caller cancels or closes the iterator, the request is aborted in vLLM. Raises EngineRefusal if the prompt
+        does not fit or vLLM refuses the request, EngineDeadError if the engine does not run (any more), and EngineError
+        if vLLM has failed the request or returned unusable results.
         """
         self._check_alive()
         check_prompt(request.prompt, self._config.model.max_length)
@@ -269,14 +262,9 @@ class VLLMEngine:
         stays paused until it is closed or a later load succeeds. If the caller is cancelled, the engine counts as dead,
         because its weights are unknown.
 
-        Returns:
-            The mean absolute difference between the engine's and the trainer's log-probs of the canary, in nats.
-
-        Raises:
-            WeightsError: the version is damaged, or the fingerprint or the canary shows that the weights are wrong.
-            EngineDeadError: the engine has died, is closed, or was too slow to get the version from the trainer.
-            EngineError: the load failed for another reason.
-            DeadlineError: the load took too long.
+        Returns the mean absolute difference between the engine's and the trainer's log-probs of the canary, in nats.
+        Raises WeightsError if the version is damaged or the loaded weights are wrong, EngineDeadError if the engine has
+        died or was too slow to get the version, and EngineError or DeadlineError if the load has failed otherwise.
         """
         self._check_alive()
         version = published.version
@@ -371,8 +359,7 @@ class VLLMEngine:
         self._processes.end(self._config.deadlines.close / 2)
 
     def _construct(self) -> None:
-        """Build the AsyncLLM. This blocks until the model is loaded, so it runs in a thread, which may outlive a failed
-        start."""
+        """Build the AsyncLLM. Blocks until the model is loaded, in a thread, which may outlive a failed start."""
         with engine_environment(self._config, self._cpus), self._processes.starting():
             make_llm = configure(self._config, self._index, self._gpus, self._on_step)
             vllm_processes.start_cores_with(CORES)
@@ -408,8 +395,7 @@ class VLLMEngine:
         return self._death
 
     async def _abandon_start(self) -> None:
-        """End all processes of a start that has failed, also processes that the thread of the start is about to
-        start."""
+        """End all processes of a start that has failed, also those that the thread of the start is about to start."""
         self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
@@ -433,9 +419,7 @@ class VLLMEngine:
             The engine's log-probs of the canary tokens after the first one, the fingerprint of each worker's weights,
             and the adapter of the version (number 0 for a whole model).
 
-        Raises:
-            WeightsError, EngineError: a worker could not load the version (`_load_error`).
-            Exception: a call to vLLM failed.
+        Raises the errors of `_load_error` if a worker cannot load the version, and any error of vLLM.
         """
         llm, pauses = self._llm, not self._adapters.several
         adapter, dropped = await self._adapters.wait_and_add(version)
@@ -540,11 +524,7 @@ class FixedEngine(VLLMEngine):
     """A `VLLMEngine` that keeps the weights of the model folder, for runs that only sample (`flash.run.sampling`)."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Take over the number of the version, with which tokens are labelled, and load no weights. Returns 0.
-
-        Raises:
-            EngineDeadError: the engine is dead.
-        """
+        """Label tokens with the number of the version, but load no weights. Returns 0. Raises EngineDeadError if dead."""
         self._check_alive()
         await self._llm.update_weight_version(str(published.version))
         self._version = self._salt = published.version
