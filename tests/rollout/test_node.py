@@ -420,6 +420,7 @@ def test_a_dead_engine_ends_the_node_with_its_reason_and_blames_no_sample(how: s
     world = World(make_config(rollout=rollout, cluster={"max_restarts": 0}))
 
     async def killed() -> None:
+        """Run the world, and kill or break its engine after two seconds."""
         async with anyio.create_task_group() as group:
             group.start_soon(world.run)
             await anyio.sleep(2)
@@ -443,6 +444,7 @@ def test_an_interrupt_stops_after_the_running_step_and_leaves_the_rest_untrained
     world = World(make_config(run={"steps": 100}))
 
     async def interrupted() -> RunEnd:
+        """Run the world, and interrupt the hub after ten seconds."""
         ends: list[RunEnd] = []
 
         async def go() -> None:
@@ -469,6 +471,7 @@ def test_law_2_the_ledger_balances_across_a_restart() -> None:
     first = World(make_config(run={"steps": 6}))
 
     async def crash_after_two_steps() -> None:
+        """Run the first world until it has trained two steps."""
         first.build()
         async with anyio.create_task_group() as group:
             group.start_soon(first.node.run)
@@ -490,6 +493,7 @@ def test_a_lost_trainer_rank_ends_the_run() -> None:
     world = World(make_config())
 
     async def lose() -> None:
+        """Run a hub that loses its only trainer rank."""
         world.build()
         world.hub.incarnations.rank_arrived(0)
         world.hub.peer_lost("trainer-0")
@@ -503,6 +507,7 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
     world = World(make_config(), env=lambda: Echo(lambda seed: 4.0))
 
     async def lose() -> RunEnd:
+        """Run the world, whose node is lost after eight seconds, and then another node."""
         hub = world.build()
         ends: list[RunEnd] = []
 
@@ -566,6 +571,8 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
     engine = SlowToStart(lambda prompt: [ord(c) for c in "yes"], 0.1)
 
     async def drain() -> tuple[RunEnd, float]:
+        """Run the world with a second node that leaves. Returns the end of the run, and the time at which the node had
+        left."""
         hub = world.build()
         ends: list[RunEnd] = []
         gone: list[float] = []
@@ -583,6 +590,7 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
         )
 
         async def serve() -> None:
+            """Run the second node until it has left."""
             async with anyio.create_task_group() as serving:
                 serving.start_soon(leave)
                 await other.run()
@@ -592,6 +600,7 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
             hub.samples.check()
 
         async def leave() -> None:
+            """Let the second node join, and leave after `after` seconds."""
             run = await hub.handle(p.RunRequest(p.dialect()))
             await hub.handle(p.JoinRequest(run.digest, 1))
             await anyio.sleep(after)
@@ -625,6 +634,7 @@ def test_a_run_that_ends_does_not_wait_for_a_node_whose_engine_still_starts_for_
     ends: list[RunEnd] = []
 
     async def until_all_have_left() -> RunEnd:
+        """Run the world with a second node whose engine still starts at the end."""
         hub = world.build()
         make_env, now = lambda kind: wrap(Echo()), anyio.current_time
         link, env = HubLink(1, 1, InProcessCaller(hub)), NodeEnvironment(make_env)
@@ -664,6 +674,7 @@ def test_the_start_of_the_engines_goes_on_when_the_hub_is_lost_meanwhile() -> No
     engine = FakeEngine(lambda prompt: [], start_seconds=5.0)
 
     async def until_it_ends() -> float:
+        """Run a node without a hub. Returns the seconds that the start of its engine took."""
         env, now = NodeEnvironment(lambda kind: wrap(Echo())), anyio.current_time
         node = RolloutNode(
             make_config(), HubLink(0, 0, LostHub()), [same_engine(engine)], CharTokenizer(), env, now=now

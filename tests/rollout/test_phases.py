@@ -239,6 +239,7 @@ def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has
         other_left = anyio.Event()
 
         async def wait() -> None:
+            """Wait at the barrier, and leave only after the other episode has left."""
             try:
                 await room.generated(cancelled)
             finally:

@@ -25,6 +25,7 @@ class Mortal(FakeEngine):
         self._deadly = deadly
 
     async def generate(self, request: ResponseRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """Die if the request is deadly, else stream the response."""
         if request.prompt[0] in self._deadly:
             await anyio.sleep(0.5)
             self.kill()
@@ -41,6 +42,7 @@ class Ward(House):
         """Put another engine into each place whose engine dies."""
 
         async def place(index: int) -> None:
+            """Replace the engines of one place, with one version more each time."""
             version = 0
             while True:
                 await self.proxy.wait_dead(index)

@@ -24,7 +24,7 @@ ALWAYS = 1000
 
 
 class Stage:
-    """An environment whose first `bad` problems fail at `place`; remembers what it saw."""
+    """An environment whose first `bad` problems fail at `place`. It notes seeds, actions and calls of `close`."""
 
     def __init__(self, bad: int = 0, place: str = "step", endless: bool = False) -> None:
         self.bad, self.place, self.endless = bad, place, endless
@@ -33,15 +33,18 @@ class Stage:
         self.closed = 0
 
     def _fail(self, place: str) -> None:
+        """Raise an error if this problem fails here."""
         if self.place == place and len(self.seeds) <= self.bad:
             raise ValueError(f"bad {place}")
 
     async def reset(self, seed: int) -> Any:
+        """Note the seed, and ask for a word."""
         self.seeds.append(seed)
         self._fail("reset")
         return "say a word", {}
 
     async def step(self, action: str) -> Any:
+        """Note the action, and end the episode unless it is endless."""
         if self.place == "hang":
             await anyio.sleep_forever()
         self._fail("step")
@@ -49,6 +52,7 @@ class Stage:
         return "and on", 0.5, not self.endless, False, {}
 
     async def close(self) -> None:
+        """Count the call."""
         self.closed += 1
 
 
@@ -56,13 +60,16 @@ class Formed(Stage):
     """An environment that asks for a number, and fails if it gets another answer that is complete."""
 
     def inform(self, episode: EpisodeView) -> None:
+        """Keep the view of the episode."""
         self._episode = episode
 
     async def reset(self, seed: int) -> Any:
+        """Ask for a number."""
         self._episode.form(ResponseForm({"type": "integer"}))
         return await super().reset(seed)
 
     async def step(self, action: str) -> Any:
+        """Read the number unless the response was cut off."""
         if not self._episode.last.cut:
             int(action)
         return await super().step(action)
@@ -72,6 +79,7 @@ class FormTokenizer(CharTokenizer):
     """A tokenizer that can make a grammar of any form."""
 
     def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+        """Return a grammar, whatever the form."""
         return Grammar("a number")
 
 

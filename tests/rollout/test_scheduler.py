@@ -308,6 +308,7 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
             return ended(of)
 
         async def cancel() -> None:
+            """Cancel the episodes at their seconds, and check the slots in between."""
             for second in range(13):
                 # Everything happens at whole and half seconds.
                 await anyio.sleep(0.25)

@@ -57,14 +57,16 @@ def answer(prompt: Sequence[int], text: Callable[[int], str] = chr) -> httpx.Res
 
 
 class Counting:
-    """A server; its first answers are `before`."""
+    """A teacher's server, whose log-probs `says` gives. Its first answers are `before`."""
 
     def __init__(self, *before: httpx.Response | Exception, text: Callable[[int], str] = chr) -> None:
         self._before = list(before)
         self._text = text
         self.asked: list[dict[str, Any]] = []
+        """Bodies of the requests."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        """Answer with the next of `before`, or else with log-probs."""
         self.asked.append(json.loads(request.content))
         if self._before:
             said = self._before.pop(0)

@@ -68,6 +68,7 @@ def make(tmp_path: Path) -> Make:
     """Return a function that makes a tokenizer of single characters with a chat template."""
 
     def made(template: str | None, eos: str = "<|im_end|>") -> HfTokenizer:
+        """Save and return a tokenizer with this template and end of text."""
         vocabulary = {token: number for number, token in enumerate([*string.printable, *SPECIAL, "<eos>"])}
         inner = Tokenizer(models.WordLevel(vocabulary))
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

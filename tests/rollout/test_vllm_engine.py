@@ -144,11 +144,13 @@ class Served:
         return Published(version, "tcp", offer.update_info, Canary(self.canary, logprobs, 1e-4))
 
     def load(self, published: Published, *, keep_cache: bool = False) -> float:
+        """Load a version into the engine, from the test's thread."""
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))
 
     def generate(
         self, prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()
     ) -> Completion:
+        """Return a response, from the test's thread."""
         return self.call(complete, self.engine, ask(prompt, count, temperature, stop))
 
 
@@ -235,6 +237,8 @@ async def in_flight(
     all_running = anyio.Event()
 
     async def one(number: int) -> None:
+        """Sample a long response, and note when it has its first piece."""
+
         def began() -> None:
             running.add(number)
             if len(running) == count:
@@ -331,6 +335,7 @@ def test_a_seed_draws_the_same_tokens_and_log_probs_in_any_company(served: Serve
     prompts = [[2 + (number * 7 + place) % 40 for place in range(200)] for number in range(16)]
 
     async def drawn(order: Sequence[int], seeds: int) -> list[Completion]:
+        """Return the responses to these prompts, which are requested at once in this order."""
         done: dict[int, Completion] = {}
 
         async def one(number: int) -> None:
@@ -510,6 +515,7 @@ def test_an_abandoned_request_is_freed_in_the_engine(served: Served, how: str) -
     served.load(served.publish())
 
     async def abandon() -> bool:
+        """Leave a response after its first piece. Returns True if no block of the KV cache is in use then."""
         stream = served.engine.generate(ask([5, 6, 7], 250))
         assert isinstance(await anext(stream), Progress)
         if how == "close":
@@ -528,6 +534,7 @@ def test_tokens_of_an_aborted_request_that_were_in_no_piece_are_counted_as_lost(
     served.load(served.publish())
 
     async def abandon(number: int, sampled: list[int]) -> None:
+        """Leave a response after its first piece, and note the number of tokens that were sampled for it."""
         request = ask([2, 3, 4], ENDLESS)
         async with contextlib.aclosing(served.engine.generate(request)) as pieces:
             piece = await anext(pieces)
@@ -620,6 +627,7 @@ def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_o
 
 def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served: Served) -> None:
     async def aborted() -> None:
+        """Let vLLM abort a request by itself, and read the error."""
         stream = served.engine.generate(ask([5, 6, 7], ENDLESS))
         assert isinstance(await anext(stream), Progress)
         (running,) = served.engine._llm.output_processor.external_req_ids
@@ -657,6 +665,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
     known = engine_children()
 
     async def interrupted() -> None:
+        """Cancel the start of an engine when its core has begun."""
         engine = VLLMEngine(make_config(tmp_path), 0)
         async with anyio.create_task_group() as group:
             group.start_soon(engine.start)

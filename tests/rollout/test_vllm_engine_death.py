@@ -60,6 +60,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
     capfd.readouterr()
 
     async def kill() -> None:
+        """Kill the core, or its worker, as soon as it exists."""
         while not (begun := engine_children() - known):  # noqa: ASYNC110 (nothing tells when a process has begun)
             await anyio.sleep(0.05)
         victims = list(begun)
@@ -69,6 +70,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
         os.kill(victims[0], signal.SIGKILL)
 
     async def start() -> None:
+        """Start an engine that is killed meanwhile."""
         engine = VLLMEngine(make_config(tmp_path), 0)
         async with anyio.create_task_group() as group:
             group.start_soon(kill)
@@ -114,6 +116,7 @@ def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_w
         served.call(contract.a_response_streams_and_ends_at_its_limit, served)
 
         async def stop() -> str:
+            """Stop the worker, first without a request and then with one. Returns how the engine died."""
             os.kill(worker, signal.SIGSTOP)
             with anyio.move_on_after(2.5) as idle:
                 await served.engine.wait_dead()
@@ -137,6 +140,7 @@ def test_a_hang_is_noticed_while_a_swap_waits_for_the_step_that_hangs(tmp_path: 
         (worker,) = vllm_processes.worker_pids(core)
 
         async def stop() -> str:
+            """Stop the worker before a swap. Returns how the engine died."""
             await served.engine.load(served.publish(), keep_cache=False)
             streams = await contract.begin(served.engine)
             published = served.publish()
@@ -160,6 +164,7 @@ def test_an_engine_that_is_left_in_the_middle_of_a_swap_counts_as_dead(tmp_path:
         (worker,) = vllm_processes.worker_pids(served.engine._processes.core)
 
         async def leave() -> str:
+            """Cancel a swap while the worker is stopped. Returns how the engine died."""
             published = served.publish()
             os.kill(worker, signal.SIGSTOP)
             with anyio.move_on_after(1):

@@ -199,10 +199,12 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
         noted = anyio.Event()
 
         def remember(core: int) -> None:
+            """Note that the start was followed with the process id of its core."""
             if begun and core == begun[0][0].pid:
                 anyio.from_thread.run_sync(noted.set)
 
         def start() -> None:
+            """Start a core in a thread, as vLLM's constructor does, and block until the test is over."""
             begun.append(begin(tells=True))
             processes.set_core(begun[0][0])
             anyio.from_thread.run_sync(has_begun.set)

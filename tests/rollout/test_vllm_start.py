@@ -152,6 +152,7 @@ def test_preloaded_libraries_have_paths_that_end_where_they_do(
     monkeypatch.setenv(SCRATCH, str(tmp_path))
 
     def checked(arguments: dict[str, Any]) -> Any:
+        """Set LD_PRELOAD as vLLM does when it checks arguments."""
         before = os.environ.get("LD_PRELOAD", "")
         if "libgomp" not in before:  # as vLLM does it
             os.environ["LD_PRELOAD"] = ":".join([f"{prefix}/{libraries[0]}", f"{prefix}/{libraries[1]}"])

@@ -87,10 +87,12 @@ async def test_a_client_that_left_before_its_last_answer_gets_its_first_ones_aga
     got: list[list[str]] = []
 
     async def request_answers() -> None:
+        """Ask for two answers, and note which the client got."""
         reply = await client.post("/v1/chat/completions", json=body)
         got.append([f"answer {number}" for number in range(5) if f"answer {number}" in reply.text])
 
     async def sample(number: int) -> None:
+        """Answer the next call."""
         with anyio.fail_after(5):
             assert await session.next_call() is not None
         session.answer(PolicyAnswer(Message("assistant", f"answer {number}"), cut=False, prompt_tokens=1, tokens=1))

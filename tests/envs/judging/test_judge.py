@@ -123,6 +123,8 @@ async def test_no_time_that_an_option_allows_is_longer_than_a_sandbox_takes():
     asked: list[float] = []
 
     class Sandbox(ScriptedSandbox):
+        """A sandbox that checks the times of each command, as real ones do."""
+
         async def run(self, command, *, timeout, patience=None, stdin=b"", env=None, cwd=None):
             for seconds in (timeout, patience):
                 check_timeout(seconds)
@@ -409,6 +411,7 @@ async def test_a_language_that_is_compiled_is_compiled_once():
 @pytest.mark.anyio
 async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_ran_has_not():
     def exhausted(after: int):
+        """Return a sandbox in which no process starts after `after` commands."""
         calls = []
 
         def answer(command, stdin):
@@ -460,6 +463,7 @@ async def test_a_sandbox_lost_in_each_test_of_one_program_only_is_the_programs_c
     runs = []
 
     def lost(command, stdin):
+        """Lose the sandbox of the program, and perhaps of the harmless one."""
         runs.append(command[0])
         if command[0] == "python3" or (command[0] == "sleep" and harmless != "lives"):
             raise SandboxLostError("killed")

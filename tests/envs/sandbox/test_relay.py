@@ -122,6 +122,7 @@ print(len(got))
 
 async def test_a_client_that_has_ended_its_side_gets_the_whole_answer(bench):
     async def answer(stream: Any) -> None:
+        """Read the request to its end, then send a large answer."""
         async with stream:
             request = b""
             with suppress(anyio.EndOfStream):
@@ -165,6 +166,7 @@ async def test_a_connection_that_nobody_reads_holds_no_other(bench):
     """In both directions: the address neither reads the slow connection nor stops sending to it."""
 
     async def answer(stream: Any) -> None:
+        """Send to a slow client without end; send a quick one its bytes back."""
         async with stream:
             first = await stream.receive(1)
             if first == b"s":
@@ -201,6 +203,7 @@ async def test_the_address_learns_that_a_client_has_broken_its_connection(bench)
     gone = anyio.Event()
 
     async def answer(stream: Any) -> None:
+        """Send until the connection breaks."""
         async with stream:
             with suppress(anyio.BrokenResourceError):
                 await stream.receive()
@@ -220,6 +223,7 @@ async def test_the_address_learns_that_a_client_has_broken_its_connection(bench)
 
 async def test_a_client_learns_that_the_address_has_broken_its_connection(bench):
     async def answer(stream: Any) -> None:
+        """Break the connection after the first bytes."""
         await stream.receive()
         raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -262,18 +266,22 @@ class Wire:
         self.send_raw(MARK + HEADER.pack(0, DATA, 2) + b"80")
 
     def send_raw(self, data: bytes) -> None:
+        """Send bytes to the host."""
         self._into.send_nowait(data)
 
     def send(self, number: int, kind: int, data: bytes = b"") -> None:
+        """Send a frame to the host."""
         self.send_raw(HEADER.pack(number, kind, len(data)) + data)
 
     async def receive(self) -> tuple[int, int, bytes]:
+        """Return the next frame of the host: number, kind and bytes."""
         with anyio.fail_after(20):
             frame = await self._got.receive()
         number, kind, _ = HEADER.unpack_from(frame)
         return number, kind, frame[HEADER.size :]
 
     def close(self) -> None:
+        """Close the streams."""
         for stream in (self._into, self._frames, self._out, self._got):
             stream.close()
 
@@ -281,15 +289,18 @@ class Wire:
 
     @asynccontextmanager
     async def terminal(self, command: object) -> AsyncGenerator[Wire]:
+        """Stand in for the terminal of a sandbox."""
         try:
             yield self
         finally:
             self.left.set()
 
     async def read(self) -> bytes:
+        """Return the bytes that the test has sent."""
         return await self._frames.receive()
 
     async def write(self, data: bytes) -> None:
+        """Take a frame of the host."""
         await self._out.send(data)
 
 
@@ -354,6 +365,7 @@ async def test_a_program_in_the_place_of_the_relays_end_loses_its_connections(fr
     ended = anyio.Event()
 
     async def answer(stream: Any) -> None:
+        """Read until the connection ends."""
         async with stream:
             with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
                 await anyio.sleep(0.2)
