@@ -1,8 +1,8 @@
 """Grammars: the forms of responses that environments and agents ask for, as engines understand them.
 
 A `ResponseForm` asks for a JSON schema of the text (`schema`), or for a call of an offered function (`call`). A grammar
-has the same form as a *structural tag*, the JSON in which xgrammar (a part of vLLM) takes the possible texts of a
-response. Its engine forbids all tokens that do not lead to such a text.
+has the same form as a *structural tag*: JSON that describes the possible texts of a response. The package xgrammar, in
+the engines, forbids all tokens that do not lead to such a text.
 
 `HfTokenizer` has one `Grammars`, because the format of a call depends on the model's parsers. The transcript of an
 episode asks it for the grammar of a `ResponseForm` before the response is requested, so that an invalid form is refused
