@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from flash.config.learning import LoraConfig, TrainConfig
-from flash.errors import WeightsError
+from flash.errors import EngineError, WeightsError
 from flash.foreign import vllm
 from flash.rollout.engine import Progress
 from flash.rollout.vllm.engine import VLLMEngine
@@ -68,6 +68,7 @@ class Served:
         return Published(version, "tcp", offer.update_info, canary)
 
     def load(self, published: Published, *, keep_cache: bool = False) -> float:
+        """Load a version into the engine, from the test's thread."""
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))
 
     def check(self, prompt: list[int], completion: Completion) -> None:
@@ -159,9 +160,12 @@ def test_what_runs_ends_under_the_adapter_that_it_began_with_and_new_requests_ha
 
 def test_an_adapter_leaves_with_its_last_request_and_waits_for_it(staying: Served) -> None:
     async def held() -> set[int]:
+        """Return the numbers of the adapters in vLLM."""
         return await staying.engine._llm.list_loras()  # pyright: ignore[reportPrivateUsage]
 
     async def course() -> list[int]:
+        """Return the numbers of adapters that are held: with three requests, after the fourth load, and after the
+        fifth."""
         counts: list[int] = []
         # With a request under each there is room for three; the fourth waits for the first one's end.
         streams = []
@@ -202,6 +206,25 @@ def test_no_block_of_the_prefix_cache_serves_another_version(name: str, request:
     assert share > 0, "the second one of a version finds the first one's blocks"
 
 
+def test_an_engine_that_serves_on_after_a_failed_load_is_still_watched_for_hangs(staying: Served) -> None:
+    staying.load(staying.publish())
+    published = staying.publish()
+    broken = msgspec.structs.replace(decode_update(published.update_info), update={"no such argument": 1})
+    with pytest.raises(EngineError):
+        staying.load(msgspec.structs.replace(published, update_info=encode_update(broken)))
+    watch = staying.engine._steps  # pyright: ignore[reportPrivateUsage]
+
+    async def seconds_left() -> float:
+        """Return the seconds until the engine hangs, with a request that got no token for a long time."""
+        watch.begin_request(anyio.current_time() - 1e6)
+        left = watch.seconds_left(anyio.current_time())
+        watch.end_request()
+        return left
+
+    assert staying.call(seconds_left) == 0, "a request without a step for so long means that the engine hangs"
+    staying.load(staying.publish())
+
+
 @pytest.mark.parametrize("name", ["moving", "staying"])
 def test_an_adapter_that_vllm_has_not_put_in_place_is_found_out(name: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
@@ -220,11 +243,13 @@ def test_versions_are_exact_over_many_requests_and_swaps(staying: Served) -> Non
     done: list[tuple[list[int], Completion]] = []
 
     async def client(number: int) -> None:
+        """Make ten requests, one after the other."""
         for turn in range(10):
             prompt = [2 + (number * 11 + turn * 7 + place) % 40 for place in range(40)]
             done.append((prompt, await complete(staying.engine, ask(prompt, 8 + number))))
 
     async def all_of_them() -> None:
+        """Run twelve clients, and load eight versions meanwhile."""
         async with anyio.create_task_group() as group:
             for number in range(12):
                 group.start_soon(client, number)

@@ -286,6 +286,10 @@ class VLLMEngine:
             # The engine is paused now, and its weights are unknown, so it cannot be used again.
             self._die("it was left in the middle of a swap")
             raise
+        finally:
+            # An engine with several adapters serves on after a failure, too, so it must go on making steps.
+            if self._adapters.several:
+                self._steps.resume(anyio.current_time())
         self._steps.resume(anyio.current_time())
         self._loaded.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(published.canary, observed, engine=self._index, version=version)
@@ -524,7 +528,7 @@ class FixedEngine(VLLMEngine):
     """A `VLLMEngine` that keeps the weights of the model folder, for runs that only sample (`flash.run.sampling`)."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Label tokens with the number of the version, but load no weights. Returns 0. Raises EngineDeadError if dead."""
+        """Label tokens with the version's number, but load no weights. Returns 0. Raises EngineDeadError if dead."""
         self._check_alive()
         await self._llm.update_weight_version(str(published.version))
         self._version = self._salt = published.version
