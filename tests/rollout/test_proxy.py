@@ -632,6 +632,7 @@ def test_requests_told_to_leave_go_to_an_engine_with_room() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(house.ask, 1, 10)
             await anyio.sleep(4.5)
+            # The load aborts the request when it has 4 tokens. The other engine gets it with these.
             await house.proxy.load(0, published(1))
         house.check(1, 10)
         assert [request.generated for request in house.engines[1].requests] == [4]
