@@ -230,6 +230,14 @@ class Hashed(Good):
         return f"Say {hash(str(rng.random()))}: ", "x"
 
 
+class HashedHeldOut(Good):
+    """Draws only its held-out prompts with `hash`, which differs between processes."""
+
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        number = rng.random()
+        return f"Say {hash(str(number)) if held_out else number}: ", "x"
+
+
 class Clock(Good):
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return f"At {int(time.time())} say {rng.random()}: ", "x"
@@ -266,6 +274,7 @@ class SlipsAnyhow(Good):
         (OtherEachTime, "failure", ", and again 'Add "),
         (SharedGenerator, "failure", "and beside other episodes 'Say "),
         (Hashed, "failure", "and in another process 'Say "),
+        (HashedHeldOut, "failure", "and in another process 'Say "),
         (Clock, "failure", "seed 0 shows 'At "),
         (Today, "failure", "and in another process 'On "),
         (RewardsOnce, "warning", "the same answers to seed 0 get reward 1, and again 0"),

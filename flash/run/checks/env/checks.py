@@ -198,10 +198,9 @@ async def determinism(trial: Trial) -> Finding:
             if fault := _differences(was.shown, one.shown, was.rewards, one.rewards, one.seed, when):
                 return fault
     try:
-        some = dict([*answers.items()][::2])
         # A prompt that shows the time, in whole seconds, is another one by then.
         await anyio.sleep(max(0.0, min(start + 1.1, trial.until) - perf_counter()))
-        apart = await play_apart(trial.config, some)
+        apart = await play_apart(trial.config, answers)
     except FlashError as error:
         return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
     for seed, one in apart.items():
