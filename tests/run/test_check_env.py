@@ -167,6 +167,28 @@ def test_an_answer_that_raises_does_not_hide_what_other_answers_show() -> None:
     assert "raised ValueError: invalid literal for int() with base 10: ' '" in reported[0].text
 
 
+class KindFails(Good):
+    """Fails to name the kind of one problem."""
+
+    @classmethod
+    def kind_of(cls, seed: int) -> str:
+        if seed == 3:
+            raise ValueError("no such kind")
+        return ""
+
+
+def test_an_error_of_a_class_method_is_a_failure_of_the_check_and_the_others_go_on() -> None:
+    reported: list[Finding] = []
+    some = {"interface": (checks.interface, 1.0), "problems": (checks.problems, 1.0), "speed": (checks.speed, 1.0)}
+    run_watched(lambda message: None, checks.examine_environment, make_config(KindFails), 60.0, reported.append, some)
+    assert [(one.check, one.state) for one in reported] == [
+        ("interface", "pass"),
+        ("problems", "failure"),
+        ("speed", "failure"),
+    ]
+    assert reported[1].text.startswith("environment kind_of (seed 3) raised ValueError: no such kind")
+
+
 class Shared(Good):
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return super().draw(rng, held_out=False)

@@ -32,7 +32,7 @@ from flash.errors import EnvError, FlashError
 from flash.foreign.forking import python_command
 from flash.run.play import Played, play, play_answers
 from flash.types import Failure, Observation
-from flash.waiting import unwrapped_group
+from flash.waiting import first_error
 
 _T = TypeVar("_T")
 
@@ -173,9 +173,12 @@ class Trial:
                 if self.is_late:
                     return
 
-        async with unwrapped_group() as tasks:
-            for _ in range(PARALLEL):
-                tasks.start_soon(work)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(PARALLEL):
+                    tasks.start_soon(work)
+        except* FlashError as errors:  # callers expect an error and no group
+            raise first_error(errors) from None
         return sorted(played, key=lambda episode: episode.seed)
 
     async def look(self, seeds: Iterable[int]) -> dict[int, str]:
