@@ -140,7 +140,7 @@ def cores(config: Config | None, usable: Set[int] | None = None) -> Finding:
 def memory(config: Config | None) -> Finding:
     """Check the free memory of the machine, and of the control group, with which a container limits its processes."""
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) << 10
+    free = int(rows["MemAvailable"].split()[0]) << 10  # the file counts in KiB
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, int(most) - int((limit.parent / "memory.current").read_text()))
@@ -226,7 +226,8 @@ def packages(
 def pinned(name: str) -> str | None:
     """Return the version of a package that `flash install` installs; None if it installs none.
 
-    For NVIDIA GPUs the versions are those of the packages for CPUs, where both have the package.
+    The locks for CPUs are read first. The lock for NVIDIA GPUs counts only for packages that the others do not have.
+    The versions of the other packages are the same there, with few exceptions.
     """
     for lock in (LOCK, ENGINE_LOCK, CUDA_LOCK):
         for line in pins(lock):

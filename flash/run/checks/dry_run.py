@@ -51,6 +51,7 @@ def dry_run(config: Config) -> list[str]:
 
     Raises:
         ConfigError: something would stop the run.
+        FlashError: the environment has failed, outside of the episode that is played.
     """
     try_objective(config)
     lines = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
@@ -66,16 +67,17 @@ def dry_run(config: Config) -> list[str]:
         lines.append(f"model: {found}")
         if tokenizer is None:
             lines.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
-            return lines
+            return lines  # a later dry run, with the model, tries the rest
         if ends := tokenizer.missing_ends():
             lines.append(f"model: {ends}")
         played, own = run_watched(say, _play, config, tokenizer)
-    (turn,) = played.turns
+    (turn,) = played.turns  # `_play` plays first turns only
     prompt = played.action_spans[0].start  # number of tokens before the first response
     lines.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
     stand_in = "the prompt's last token in place of a model's answer"
     lines.append(f"environment: {_short(turn.action)} ({stand_in}) gets reward {turn.reward:g}")
     lines += own
+    # A sink is a user's function that gets the metrics. The configuration's own checks have imported it.
     lines += [f"sink: {path} takes what it will be called with" for path in config.track.sinks]
     if config.engine.vllm:
         lines.append(f"engine: {try_arguments(config)}")
@@ -108,6 +110,10 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
     `dry_run` calls this on an event loop like that of a run. Returns the first trajectory, and lines for the user:
     about the problem's own answer, about a problem that changes although its seed is the same, and about held-out
     problems, which only evaluations ask.
+
+    Raises:
+        ConfigError: the environment cannot be played with this answer.
+        FlashError: the environment's `prepare` or a method of its class has failed.
     """
     env = LoadedEnvironment(config.env.path, config.env.options)
     async with sharing(config.run.name, close_s=config.deadlines.close):
@@ -128,6 +134,7 @@ async def _play(config: Config, tokenizer: Tokenizer) -> tuple[Trajectory, list[
         with suppress(ConfigError):  # this may fail sometimes: a run tries such a sample again
             again = await first_turn()
             lines += other_problem(played, again)
+        # Only the line about a limit is needed: a dry run evaluates nothing.
         await limit_held_out_problems(config, env, lambda line: lines.append(f"eval: {line}"))
         return played, lines
 
@@ -136,7 +143,10 @@ async def try_own_answer(config: Config, env: LoadedEnvironment, seed: int) -> l
     """Let the environment judge the problem's own answer, if it has one. Returns the lines that are shown to the user.
 
     If even this answer gets no reward, the verifier probably does not fit the data, and a run would learn nothing.
-    Errors of the environment's code become a line, too. `seed` is the seed of the problem.
+    Errors of `solution_of` and of the episode become a line, too. `seed` is the seed of the problem.
+
+    Raises:
+        FlashError: another class method of the environment has failed, such as `kind_of`.
     """
     try:
         with deadline(config.deadlines.env_step, "the problem's own answer", "the environment's `solution_of`"):
@@ -196,7 +206,7 @@ def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
 
 
 def _of_folder(config: Config, folder: str) -> HfTokenizer:
-    """Return the tokenizer in a folder, with the settings of `[model]`."""
+    """Return the tokenizer in a folder, with the settings of `[model]`. Raises the errors of `ready_tokenizer`."""
     model = msgspec.structs.replace(config.model, path=folder)
     return ready_tokenizer(msgspec.structs.replace(config, model=model))
 

@@ -323,6 +323,7 @@ def _checkpoint_misfits(config: Config) -> Iterator[ConfigProblem]:
     except FlashError:
         return  # reported by another check
     kl = config.algorithm.kl
+    # Names of the parts beside the policy, as the manifest of a checkpoint of this configuration has them in `extras`.
     wanted = ["lora"] * (config.lora is not None) + ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     wanted += ["reference"] * (kl is not None and kl.refresh is not None)
     if fault := extras_mismatch(checkpoint, manifest.extras, wanted):

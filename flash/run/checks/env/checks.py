@@ -1,9 +1,14 @@
 """Checks of `flash check-env`: each plays episodes of the environment, and judges one thing in one line.
 
 `flash.cli.check_env` calls `examine_environment` on a watched event loop. `CHECKS` lists the checks in their order. A
-check is a function of the `Trial`, and returns a `Finding`: a pass, a warning, a failure, or that it was skipped. All
-checks share the time that the user allows; each has a share of it, and plays fewer episodes of a slow environment. The
-last check, `training`, is in `flash.run.checks.env.training`.
+check is a function of the `Trial`, which plays the episodes and keeps them for later checks. It returns a `Finding`: a
+pass, a warning, a failure, or that it was skipped, with a text and an advice. A FlashError that a check raises, such as
+an EnvError of the environment, becomes a failure. All checks share the time that the user allows; each has a share of
+it, and plays fewer episodes of a slow environment. "The failures below" in a text is the later check `failures`.
+
+Terms: the *problem* of an episode follows from its seed. Seeds from `HELD_OUT` on give held-out problems, which only
+evaluations ask; smaller seeds give training problems. A *policy* is a function that answers in place of a model. *Known
+answers* are right answers that the environment's class gives itself. A *game* is an episode of several turns.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ from flash.run.checks.env.trial import (
     in_turn,
     play_apart,
 )
+from flash.run.play import Played
 from flash.waiting import deadline
 
 PROBLEMS = 300
@@ -63,7 +69,17 @@ LEAK_EPISODES = 1000
 MOST_AWAITS = 40
 """Largest number of awaits of a method at which an episode is cancelled."""
 BATCH = 20
-"""Number of episodes between two looks at the memory."""
+"""Number of episodes that the check `leaks` plays between two looks at the clock and the memory."""
+FEW = 10
+"""Number of seeds from which a check judges how many different problems they show."""
+ALIKE = 20
+"""Number of seeds per different prompt from which too few problems are a warning."""
+CHANCE_FACTOR, CHANCE_MARGIN = 1.05, 0.02
+"""A shortcut passes up to this factor of the reward of pure chance, plus this reward: means of few episodes vary."""
+LARGE_SHARE = 0.5
+"""Share of the reward of known answers from which a shortcut is a failure, and not only a warning."""
+SLOW_SHARE = 0.25
+"""Share of a deadline from which the slowest call is a warning: in a run a busy node makes calls slower."""
 OBJECT_GROWTH = 1000
 """Bytes per episode by which the objects of Python may grow. Their sizes are exact, but libraries keep a few, too."""
 GROWTH, LEAST_GROWTH = 10_000, 4_000_000
@@ -95,13 +111,13 @@ warning, failure = partial(Finding, "warning"), partial(Finding, "failure")
 
 
 async def interface(trial: Trial) -> Finding:
-    """Play a training problem and a held-out one with the answer of the dry run.
+    """Play a training problem and a held-out one with the answer of the dry run, the last character of the prompt.
 
-    If the environment fails on that answer, others are tried. The other checks run only if both problems can be played
-    with some answer.
+    If the environment fails on that answer, others are tried. Sets `trial.is_playable` if both problems can be played
+    with some answer; without it `examine_environment` makes no other check.
     """
     played: list[Episode] = []
-    fault: Finding | None = None
+    fault: Finding | None = None  # the failure to report although another answer could be played
     for seed in (0, HELD_OUT):
         one = await trial.play(seed, lambda seed, shown: shown[-1][-1:])
         if one.failure is not None:
@@ -122,8 +138,9 @@ async def interface(trial: Trial) -> Finding:
 
 
 async def _other_than(trial: Trial, failed: Episode) -> Episode | None:
-    """Return an episode of the same problem as one that has failed, with other answers; None if each one fails."""
-    if not failed.answers:  # `reset` has failed
+    """Play the problem of a failed episode with other answers. Returns the first episode that does not fail; None if
+    each one fails, or if the time of the check is over. Raises EnvError if the known answers cannot be made."""
+    if not failed.answers:  # `reset` has failed, so no answer can help
         return None
     known = await trial.answers_to({failed.seed: failed.shown[0]})
     for policy in (empty, guess, *([in_turn(known)] if known else [])):
@@ -135,9 +152,10 @@ async def _other_than(trial: Trial, failed: Episode) -> Episode | None:
 
 
 async def problems(trial: Trial) -> Finding:
-    """Compare the prompts of training problems with each other, and with those of held-out problems."""
+    """Compare the prompts of training problems with each other, and with the prompts of held-out problems."""
+    # Number of held-out problems; None: there is no limit.
     limit, end = trial.env.held_out_problems(), trial.until
-    trial.until = (perf_counter() + end) / 2
+    trial.until = (perf_counter() + end) / 2  # half of the time is for the held-out problems
     trained = await trial.look(range(PROBLEMS))
     trial.until = end
     held_out = await trial.look(range(HELD_OUT, HELD_OUT + min(PROBLEMS, PROBLEMS if limit is None else limit)))
@@ -148,6 +166,7 @@ async def problems(trial: Trial) -> Finding:
         f"{counted(distinct_held_out, 'prompt')}, and {len(both)} of these are in both"
     )
     if both and distinct == 1 and any(len(one.shown) > 1 for one in trial.episodes):
+        # A game may begin with the same text each time, and differ in its later turns, which nobody has compared.
         return warning(
             text,
             "later turns may differ, but the prompts do not show that held-out problems differ from the trained ones",
@@ -158,9 +177,9 @@ async def problems(trial: Trial) -> Finding:
             "divide the problems themselves, for example by a hash of the prompt: `flash.is_held_out(seed)` says which "
             "side a seed asks for",
         )
-    if len(trained) >= 10 and distinct <= max(1, len(trained) // 20):
+    if len(trained) >= FEW and distinct <= max(1, len(trained) // ALIKE):
         return warning(text, "a run sees few different problems: draw them from `random.Random(seed)`")
-    if limit is None and len(held_out) >= 10 and distinct_held_out < len(held_out) / 2:
+    if limit is None and len(held_out) >= FEW and distinct_held_out < len(held_out) / 2:
         return warning(
             text,
             "an evaluation asks some problems several times, so that its interval is too narrow: return their number "
@@ -170,15 +189,21 @@ async def problems(trial: Trial) -> Finding:
 
 
 async def determinism(trial: Trial) -> Finding:
-    """Play problems again, alone, side by side, and in another process, with the same answers."""
+    """Play problems again with the same answers: alone, side by side, and in another process. Compare what they show
+    and their rewards."""
     end = trial.until
-    trial.until = (perf_counter() + end) / 2
-    first_time: dict[int, Episode] = {}
-    start, known = perf_counter(), await trial.known_answers(REWARDED)
+    trial.until = (perf_counter() + end) / 2  # half of the time is for playing again
+    first_time: dict[int, Episode] = {}  # the first episode of each seed that did not fail
+    known = await trial.known_answers(REWARDED)
+    start = perf_counter()
     for seed in (half + number for number in range(REPEATED // 2) for half in (0, HELD_OUT)):
-        # Only right answers may show that a reward is noisy, or given once. Only wrong ones may be readable.
+        # Perhaps only right answers show that a reward is noisy, or given once. Perhaps the environment fails on right
+        # answers, and only wrong ones can be played. So even seeds begin with right answers, and odd seeds with wrong
+        # ones, and the other policy is tried after a failure.
         policies = [in_turn(known), guess] if seed in known else [guess]
-        for policy in policies[:: 1 if seed % 2 == 0 else -1]:
+        if seed % 2:
+            policies.reverse()
+        for policy in policies:
             if (one := await trial.play(seed, policy)).failure is None:
                 first_time[seed] = one
                 break
@@ -195,36 +220,35 @@ async def determinism(trial: Trial) -> Finding:
             was = first_time[one.seed]
             if one.failure is not None:
                 return failure(f"seed {one.seed} fails {when}: {shortened(one.failure.message, SHOWN)}")
-            if fault := _differences(was.shown, one.shown, was.rewards, one.rewards, one.seed, when):
+            if fault := _differences(was, one, one.seed, when):
                 return fault
     try:
-        # A prompt that shows the time, in whole seconds, is another one by then.
+        # A second after the first episode, a prompt that shows the time in whole seconds has changed.
         await anyio.sleep(max(0.0, min(start + 1.1, trial.until) - perf_counter()))
         apart = await play_apart(trial.config, answers)
     except FlashError as error:
         return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
     for seed, one in apart.items():
-        was = first_time[seed]
-        if fault := _differences(was.shown, one.shown, was.rewards, one.rewards, seed, "in another process"):
+        if fault := _differences(first_time[seed], one, seed, "in another process"):
             return fault
     count = counted(len(answers), "seed")
     return passed(f"{count} gave equal prompts and rewards again, side by side, and in another process")
 
 
-def _differences(
-    shown: Sequence[str], again: Sequence[str], rewards: Sequence[float], anew: Sequence[float], seed: int, when: str
-) -> Finding | None:
+def _differences(was: Episode, again: Episode | Played, seed: int, when: str) -> Finding | None:
     """Return the finding about the difference of two episodes with one seed and equal answers; None if there is none.
 
+    Other prompts are a failure; other observations after an answer, or other rewards, are a warning.
+
     Args:
-        shown: texts of the first episode.
-        again: texts of the second episode.
-        rewards: rewards of the first episode.
-        anew: rewards of the second episode.
+        was: first episode.
+        again: second episode. Neither of them has failed.
         seed: seed of the problem.
-        when: phrase for the circumstances of the second episode.
+        when: circumstances of the second episode, as a phrase of the message: `again`, `beside other episodes` or
+            `in another process`.
     """
-    if shown[0] != again[0]:
+    shown, shown_again, rewards, rewards_again = was.shown, again.shown, was.rewards, again.rewards
+    if shown[0] != shown_again[0]:
         advice = {
             "again": "draw what is random from `random.Random(seed)`",
             "beside other episodes": "keep the state of an episode in `self`, not in the module, in the class or in "
@@ -232,17 +256,18 @@ def _differences(
             "in another process": "Python's `hash` and the order of sets of texts differ between processes, as do the "
             "time and its zone: use `hashlib` or `zlib.crc32`, sort, and draw dates from `random.Random(seed)`",
         }[when]
-        return failure(f"seed {seed} shows {_short(shown[0])}, and {when} {_short(again[0])}", advice)
-    if list(shown) != list(again):
-        turn = next((turn for turn, (one, two) in enumerate(zip(shown, again, strict=False)) if one != two), None)
+        return failure(f"seed {seed} shows {_short(shown[0])}, and {when} {_short(shown_again[0])}", advice)
+    if shown != shown_again:
+        pairs = enumerate(zip(shown, shown_again, strict=False))
+        # Without an observation that differs, one of the two episodes has ended earlier.
+        turn = next((turn for turn, (one, two) in pairs if one != two), min(len(shown), len(shown_again)))
         return warning(
-            f"the same answers to seed {seed} lead to other observations {when}, after turn "
-            f"{min(len(shown), len(again)) if turn is None else turn}",
+            f"the same answers to seed {seed} lead to other observations {when}, after turn {turn}",
             "draw what happens in a step from a generator that `reset` has made from the seed",
         )
-    if list(rewards) != list(anew):
+    if rewards != rewards_again:
         return warning(
-            f"the same answers to seed {seed} get reward {sum(rewards):g}, and {when} {sum(anew):g}",
+            f"the same answers to seed {seed} get reward {sum(rewards):g}, and {when} {sum(rewards_again):g}",
             "a noisy reward slows learning: draw what is random from a generator made from the seed; of a judge, use "
             "temperature 0",
         )
@@ -250,7 +275,11 @@ def _differences(
 
 
 async def rewards(trial: Trial) -> Finding:
-    """Report range, zeros and noise of the rewards, and the mean reward of empty, random and known answers."""
+    """Report range, zeros and noise of the rewards, and the mean reward of empty, random and known answers.
+
+    All episodes count that were played so far, also by earlier checks. *Noise* is the largest standard deviation of the
+    rewards that the same answers to the same problem got.
+    """
     means = {name: await mean_of(trial, policy) for name, policy in {"empty": empty, "random": guess}.items()}
     known = await trial.known_answers(REWARDED)
     tried = await trial.play_many(known, in_turn(known))
@@ -271,7 +300,7 @@ async def rewards(trial: Trial) -> Finding:
     if tried and not solved:
         return failure(text, "each known answer fails: see the failures below")
     if solved:
-        # Where wrong answers cost something, right ones may get 0.
+        # If no reward is positive, wrong answers have negative rewards, and right ones may get 0.
         worthless = 0.0 if max(totals) > 0 else min(totals)
         unrewarded = [one.seed for one in solved if one.reward <= worthless]
         if len(unrewarded) == len(solved):
@@ -292,7 +321,11 @@ async def rewards(trial: Trial) -> Finding:
 
 
 async def shortcuts(trial: Trial) -> Finding:
-    """Look for answers that get a reward though they answer nothing."""
+    """Look for *shortcuts*: answers that get a reward though they answer nothing, and that a model would soon find.
+
+    The shortcut with the highest mean reward is judged: by its share of the reward of known answers, and against the
+    reward of pure chance.
+    """
     policies: dict[str, Policy] = {
         "an empty answer": empty,
         "an echo of the prompt": echo,
@@ -304,41 +337,45 @@ async def shortcuts(trial: Trial) -> Finding:
         policies["a list of the answers to other problems"] = lambda seed, shown: " ".join(
             dict.fromkeys(texts[0] for other, texts in known.items() if other != seed)
         )
-    often = len(policies)  # the forms get fewer episodes
+    thorough = len(policies)  # number of policies that play `REWARDED` episodes; the forms play fewer
     policies |= {f"the form {form!r}": always(form) for form in FORMS}
     best = _mean(await trial.play_many(known, in_turn(known)))
-    # Without its prompt, the best guess is the answer to another problem.
+    # Pure chance: without its prompt, the best guess is the answer to another problem. So each problem gets the known
+    # answer to the next one.
     others = dict(zip(known, [*known.values()][1:] + [*known.values()][:1], strict=True))
     chance = _mean(await trial.play_many(others or range(REWARDED), in_turn(others) if others else guess)) or 0.0
     tried: dict[str, float] = {}
     for name, policy in policies.items():
-        if (mean := await mean_of(trial, policy, REWARDED if len(tried) < often else REWARDED // 4)) is not None:
+        if (mean := await mean_of(trial, policy, REWARDED if len(tried) < thorough else REWARDED // 4)) is not None:
             tried[name] = mean
         if trial.is_late:
             break
     if not tried:
         return skipped("no such answer could be played in time")
     totals = [one.reward for one in trial.episodes if one.failure is None]
-    best = max(totals) if best is None else best
+    best = max(totals) if best is None else best  # without known answers: the highest reward of any episode so far
     name, most = max(tried.items(), key=lambda item: item[1])
     lowest = min(*totals, 0.0)
-    # Where wrong answers cost something, right ones may get 0.
+    # If no reward is positive, wrong answers have negative rewards, and right ones may get 0.
     worthless = 0.0 if best > 0 else lowest
     share = (most - lowest) / (best - lowest) if best > lowest else 0.0
     most_of = "known answers get" if known else "the highest reward is"
     text = f"{name} gets most of {counted(len(tried), 'shortcut')}: {most:.3g} on average, where {most_of} {best:.3g}"
-    # In a game of several turns, always the same move sometimes wins.
+    # In a game, always the same move sometimes wins.
     small = ONE_TURN_SHARE if all(len(one.rewards) <= 1 for one in trial.episodes) else GAME_SHARE
     if most <= worthless:
         return passed(f"none of {counted(len(tried), 'shortcut')} gets a reward; {most_of} {best:.3g}")
-    if share < small or most <= chance * 1.05 + 0.02:
+    if share < small or most <= chance * CHANCE_FACTOR + CHANCE_MARGIN:
         return passed(text)
     advice = "a model finds this quickly: give this answer reward 0"
-    return failure(text, advice) if share >= 0.5 else warning(text, advice)
+    return failure(text, advice) if share >= LARGE_SHARE else warning(text, advice)
 
 
 async def failures(trial: Trial) -> Finding:
-    """Give answers on which programs often fail, and count all episodes so far that have failed, by their type."""
+    """Give answers on which programs often fail, and count the failed episodes of all checks so far by type of failure.
+
+    Each answer of `STRANGE` is the first answer to another problem; empty answers follow.
+    """
     for seed, answer in enumerate(STRANGE):
         await trial.play(seed, first(answer))
         if trial.is_late:
@@ -357,7 +394,11 @@ async def failures(trial: Trial) -> Finding:
 
 
 async def speed(trial: Trial) -> Finding:
-    """Report the times of reset and step, of episodes that are played one after the other."""
+    """Report the times of reset and step in episodes that are played one after the other.
+
+    They are compared with the deadline of a call in a run. In a failed episode only `reset` counts, with 0 s if it
+    failed itself; the check `failures` reports such episodes.
+    """
     resets, steps = list[float](), list[float]()
     for seed in range(TIMED):
         played = await trial.play(seed, guess)
@@ -366,20 +407,24 @@ async def speed(trial: Trial) -> Finding:
         if trial.is_late:
             break
     text, limit = f"reset {_times(resets)}; step {_times(steps)}", trial.config.deadlines.env_step
-    if max(resets + steps) > limit / 4:
+    if max(resets + steps) > limit * SLOW_SHARE:
         advice = f"make it faster, or raise deadlines.env_step ({limit:g} s)"
         return warning(text, f"the slowest call comes near its deadline: {advice}")
     return passed(text)
 
 
 async def event_loop(trial: Trial) -> Finding:
-    """Play episodes while a thread looks for callbacks of the event loop that take long."""
+    """Play episodes while a thread looks for calls of the user's code that block the event loop.
+
+    Names the line that blocked it longest in all. No earlier check has answered the problems from seed 100 on, so a
+    cache of the environment does not hide its slow work.
+    """
     sampler = BlockSampler()
     with sampler.watching():
         played = await trial.play_many(range(100, 100 + TIMED), guess)
     if not sampler.places:
         return passed(f"no call of {counted(len(played), 'episode')} blocked it for 0.1 s")
-    place, blocks = max(sampler.places.items(), key=lambda item: sum(item[1]))
+    place, blocks = max(sampler.places.items(), key=lambda item: sum(item[1]))  # a line, and the seconds of its blocks
     text = f"{place} blocked it {counted(len(blocks), 'time')}, for {max(blocks):.2g} s at most"
     if len(blocks) < 2 and max(blocks) < 1:  # such as a module that the first episode imports
         return passed(f"{text}, in {counted(len(played), 'episode')}")
@@ -387,68 +432,88 @@ async def event_loop(trial: Trial) -> Finding:
 
 
 async def leaks(trial: Trial) -> Finding:
-    """Play up to a thousand episodes in two halves with the same problems, and find resources whose number grows in
-    both."""
+    """Play up to `LEAK_EPISODES` episodes in two halves, and find resources whose number grows in both halves.
+
+    Both halves play the same problems. So a cache or a pool, which the first half fills, does not grow in the second
+    one. Files in the folder for temporary files and memory are only a warning.
+    """
     end = trial.until
+    # These episodes import modules and start threads of pools, which stay and do not count.
     await trial.play_many(range(3 * REPEATED), guess, keep=False)
-    held: list[Holdings] = []
-    snapshots: list[tracemalloc.Snapshot] = []
-    counts, sizes = [0], list[int]()
     with own_temporary_folder(), tracing():
-        held.append(await Holdings.settled())
-        for half in (1, 2):
-            trial.until = end if half == 2 else (perf_counter() + end) / 2
-            # A cache of problems is filled after the first half, unless the second one plays others.
-            played, most = 0, counts[-1] or LEAK_EPISODES // 2
-            while played == 0 or (played < most and not trial.is_late):
-                played += len(await trial.play_many(range(played, played + BATCH), guess, keep=False))
-                if half == 2:
-                    sizes.append(traced_bytes())
-            counts.append(played)
-            held.append(await Holdings.settled(held[0]))
-            snapshots.append(tracemalloc.take_snapshot())
-    before, middle, after = held
+        before = await Holdings.settled()
+        trial.until = (perf_counter() + end) / 2
+        first_half, _ = await _play_batches(trial, LEAK_EPISODES // 2)
+        middle, snapshot = await Holdings.settled(before), tracemalloc.take_snapshot()
+        trial.until = end
+        second_half, sizes = await _play_batches(trial, first_half)
+        after, last_snapshot = await Holdings.settled(before), tracemalloc.take_snapshot()
+    held = (before, middle, after)
     grown = {kind: more for kind, more in after.more_than(before).items() if _grew_twice(kind, held)}
-    text = counted(sum(counts), "episode")
+    text = counted(first_half + second_half, "episode")
     if grown:
         return failure(
             f"after {text} there are {said(grown)} more than before",
             "release in `close` what `reset` and `step` open; `close` is also called after an error",
         )
     files = min(middle.temporary - before.temporary, after.temporary - middle.temporary)
-    if files >= min(counts[1:]) / 2:
+    if files >= min(first_half, second_half) / 2:  # at least one for every second episode
         return warning(
             f"after {text} there are {after.temporary - before.temporary} more files and folders in the folder for "
             "temporary files",
             "remove in `close` what an episode has made there",
         )
-    last = f"in each of the last {counted(counts[-1], 'episode')}"
+    last = f"in each of the last {counted(second_half, 'episode')}"
+    # Bytes per episode by which Python's objects grew, and bytes by which the memory of the process grew in all.
     objects, resident = growth_without_jumps(sizes) / BATCH, after.resident - middle.resident
     if objects > OBJECT_GROWTH:
-        place = growing_place(*snapshots)
+        place = growing_place(snapshot, last_snapshot)
         return warning(
             f"memory grew by {objects / 1000:.3g} kB {last}{place and f', most of it made at {place}'}",
             "see which list, dict or cache of the module or class grows",
         )
-    if middle.resident > before.resident and resident > max(LEAST_GROWTH, counts[-1] * GROWTH):
+    if middle.resident > before.resident and resident > max(LEAST_GROWTH, second_half * GROWTH):
         return warning(
-            f"memory grew by {resident / counts[-1] / 1000:.0f} kB {last}, though Python's objects did not",
+            f"memory grew by {resident / second_half / 1000:.0f} kB {last}, though Python's objects did not",
             "see which objects of a library in C are kept or never freed",
         )
     resident = max(0, after.resident - before.resident)
     return passed(f"after {text} no file, thread, task or process is left; memory grew by {resident / 1e6:.1f} MB")
 
 
+async def _play_batches(trial: Trial, most: int) -> tuple[int, list[int]]:
+    """Play the problems from seed 0 on, in batches of `BATCH`, for `leaks`: until at least `most` episodes are played,
+    or the time of `trial` is over after the first batch.
+
+    Returns the number of episodes, and the bytes of Python's objects after each batch. Must run within `tracing()`.
+    """
+    played, sizes = 0, list[int]()
+    while played == 0 or (played < most and not trial.is_late):
+        played += len(await trial.play_many(range(played, played + BATCH), guess, keep=False))
+        sizes.append(traced_bytes())
+    return played, sizes
+
+
 def _grew_twice(kind: str, held: Sequence[Holdings]) -> bool:
-    """Return True if the number of resources of a kind has grown in both halves of the episodes."""
+    """Return True if the number of resources of a kind has grown in both halves of the check `leaks`.
+
+    `held` has the resources before, between and after the halves; `kind` is one of `KINDS`.
+    """
     before, middle, after = (one.named[kind].total() for one in held)
     return before < middle < after
 
 
 async def cancellation(trial: Trial) -> Finding:
-    """Cancel an episode at each `await` of reset, step and close, and look at what is left."""
+    """Cancel an episode at each `await` of reset, step and close, and look for code that swallows the cancellation or
+    leaves resources behind.
+
+    Each episode is cancelled at one `await`, the next one at the following `await`. `reset` and `step` are cancelled
+    directly; `close` by its deadline, as in a run, which is shortened to `CLOSE_S` for this.
+    """
+    # These episodes import modules and start threads of pools, which stay and do not count.
     for seed in range(2):
         await trial.play(seed, guess, keep=False)
+    # A call is *abandoned* if it goes on after its cancellation. `UserTask.abandoned` counts them in this process.
     before, cuts, abandoned = await Holdings.settled(), 0, UserTask.abandoned
     calm = trial.config
     hasty = msgspec.structs.replace(calm, deadlines=msgspec.structs.replace(calm.deadlines, close=CLOSE_S))
@@ -481,7 +546,8 @@ async def cancellation(trial: Trial) -> Finding:
 
 
 async def training(trial: Trial) -> Finding:
-    """Train a tiny model on the environment. Only a warning says that it has not improved."""
+    """Train a tiny model on the environment (`flash.run.checks.env.training`). A model that has not improved is a
+    warning, no failure."""
     from flash.run.checks.env.training import train_tiny
 
     return await train_tiny(trial)
@@ -500,7 +566,8 @@ CHECKS: dict[str, tuple[Check, float]] = {
     "cancellation": (cancellation, 1.0),
     "training": (training, 8.0),
 }
-"""Function of each check in the order of the output, with its share of the time."""
+"""Function of each check in the order of the output, with its weight: its time is the remaining time times its weight,
+divided by the weights of the remaining checks."""
 
 
 async def examine_environment(
@@ -509,7 +576,9 @@ async def examine_environment(
     report: Callable[[Finding], None],
     checks: Mapping[str, tuple[Check, float]] = CHECKS,
 ) -> None:
-    """Make all checks one after the other. `flash check-env` calls this on a watched event loop.
+    """Make all checks one after the other. `flash check-env` calls this on an event loop whose blocks are reported.
+
+    A failure of the environment's `prepare`, or an environment that the check `interface` cannot play, ends the checks.
 
     Args:
         config: configuration with the environment.
@@ -529,7 +598,8 @@ async def examine_environment(
         for name, (check, share) in checks.items():
             own = max(1.0, (end - perf_counter()) * share / shares)
             shares -= share
-            # A check looks at the time between two episodes; the scope ends an episode that takes too long.
+            # A check looks at `until` between two episodes. The other half of its time is for the episodes that run
+            # then; the scope cancels an episode that takes longer.
             trial.until = perf_counter() + own / 2
             trial.unfinished, trial.unfinished_s = "", 0.0
             finding = None
@@ -541,6 +611,7 @@ async def examine_environment(
             if finding is None:
                 # Without a first episode nothing is checked, and a workflow must not take that for a pass.
                 state = failure if name == "interface" else warning
+                # Only an episode that took a large part of the time explains why the check has no result.
                 slow = f"; {trial.unfinished}" if trial.unfinished_s > own / 4 else ""
                 finding = state(
                     f"no result within {own:.0f} s{slow}", "the environment is slow: allow more with --minutes"
@@ -551,7 +622,8 @@ async def examine_environment(
 
 
 async def mean_of(trial: Trial, policy: Policy, count: int = REWARDED) -> float | None:
-    """Return the mean reward of a policy on training problems; None if no episode could be played."""
+    """Return the mean reward of a policy on the first `count` training problems, or on fewer if time is short; None if
+    each episode failed."""
     return _mean(await trial.play_many(range(count), policy))
 
 
@@ -576,5 +648,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def _short(text: str, most: int = 80) -> str:
-    """Return a text for the user, quoted and cut."""
+    """Return a text for the user, quoted, and cut after `most` characters."""
     return repr(text if len(text) <= most else text[:most] + "…")

@@ -50,7 +50,8 @@ class Holdings(msgspec.Struct, frozen=True):
     """Resources that this process holds at one moment."""
 
     named: dict[str, Counter[str]]
-    """For each of `KINDS`, the number of resources by their description."""
+    """For each of `KINDS`, the number of resources by their description: the path of a file, the name of a thread, the
+    coroutine and line of a task, or the command of a process."""
     resident: int
     """Resident memory in bytes."""
     temporary: int
@@ -58,18 +59,21 @@ class Holdings(msgspec.Struct, frozen=True):
 
     @staticmethod
     def now() -> Holdings:
-        """Return the resources that this process holds now. Must be called on the event loop."""
-        gc.collect()
+        """Return the resources that this process holds now. Must be called by a task of the event loop, which itself
+        is not counted."""
+        gc.collect()  # files and sockets in unreachable cycles are no leak: Python would close them later
         files = Counter[str]()
         for link in Path("/proc/self/fd").iterdir():
             with suppress(OSError):  # the descriptor of this listing is closed by now
                 target = os.readlink(link)
+                # A path, or a kind and a number such as `socket:[4711]`. The number would make each one different.
                 files[target if target.startswith("/") else target.partition(":")[0]] += 1
         threads = Counter(one.name for one in threading.enumerate() if not one.name.startswith(POOLED))
         tasks = Counter(_task_name(one) for one in asyncio.all_tasks() if one is not asyncio.current_task())
         # Freed memory that the C library keeps would be used again, and so hide what is taken meanwhile.
         if _TRIM is not None:
             _TRIM(0)
+        # The second number of statm is the resident memory in pages.
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         named: dict[str, Counter[str]] = dict(zip(KINDS, (files, threads, tasks, _children()), strict=True))
         temporary = len(os.listdir(tempfile.gettempdir()))
@@ -77,8 +81,11 @@ class Holdings(msgspec.Struct, frozen=True):
 
     @staticmethod
     async def settled(before: Holdings | None = None) -> Holdings:
-        """Return the resources after those that are still being closed are gone: at most `SETTLE_S` later, and sooner
-        if this process holds nothing more than in `before`."""
+        """Wait until resources that are still being closed are gone, and return the remaining ones.
+
+        Waits for some `SETTLE_S`, or less as soon as this process holds nothing more than in `before`. Without `before`
+        it always waits for the whole time.
+        """
         end = perf_counter() + SETTLE_S
         while True:
             await anyio.sleep(0.02)
@@ -87,7 +94,11 @@ class Holdings(msgspec.Struct, frozen=True):
                 return found
 
     def more_than(self, before: Holdings) -> dict[str, tuple[int, str]]:
-        """Return by how many resources of each kind this process holds more than before, with the name of a new one."""
+        """Return the kinds of which this process holds more resources than in `before`.
+
+        The result is a dict from the kind to the number of additional resources and the description of a new one. The
+        memory and the temporary files are not compared.
+        """
         more: dict[str, tuple[int, str]] = {}
         for kind, names in self.named.items():
             if (count := names.total() - before.named[kind].total()) > 0:
@@ -97,7 +108,10 @@ class Holdings(msgspec.Struct, frozen=True):
 
 @contextmanager
 def tracing() -> Generator[None]:
-    """Count the bytes of all objects that are made while the block runs, and keep their lines."""
+    """Count the bytes of all Python objects that are made while the block runs, and keep the lines that made them.
+
+    If Python counts them already, for the user, its count simply goes on.
+    """
     started = not tracemalloc.is_tracing()
     if started:
         tracemalloc.start(TRACED_FRAMES)
@@ -112,7 +126,7 @@ def tracing() -> Generator[None]:
 def own_temporary_folder() -> Generator[None]:
     """Let this process make its temporary files in a new folder while the block runs, where no other program makes any.
 
-    The folder is deleted at the end, with its files.
+    Child processes inherit it as TMPDIR. The folder is deleted at the end, with its files.
     """
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="flash-check-", ignore_cleanup_errors=True) as folder:
@@ -128,15 +142,18 @@ def own_temporary_folder() -> Generator[None]:
 
 
 def traced_bytes() -> int:
-    """Return the size of the objects that were made since `tracing` began, and still exist."""
+    """Return the bytes of the objects that were made since `tracing` began, and still exist after a collection."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
 
 def growth_without_jumps(sizes: Sequence[int]) -> float:
-    """Return the mean growth from one size to the next, without the largest and the smallest tenth: a table that is
-    made larger once, such as Python's own of names, is no leak, and a cache that is emptied once hides none. Returns 0
-    for fewer than four sizes."""
+    """Return the mean growth from one size to the next, in the unit of the sizes, without the largest and the smallest
+    tenth of the growths.
+
+    A table that is made larger once, such as Python's own table of names, is no leak. A cache that is emptied once must
+    not hide a leak. At least one growth is left out at each end, so the result is 0 for fewer than four sizes.
+    """
     steps = sorted(after - before for before, after in pairwise(sizes))
     tenth = max(1, len(steps) // 10)
     kept = steps[tenth : len(steps) - tenth]
@@ -144,7 +161,10 @@ def growth_without_jumps(sizes: Sequence[int]) -> float:
 
 
 def growing_place(before: tracemalloc.Snapshot, after: tracemalloc.Snapshot) -> str:
-    """Return the line whose objects grew most between two snapshots; empty if none did."""
+    """Return the line whose objects grew most in bytes between two snapshots; empty if none did.
+
+    `place_in` prefers a line of the user's code that called the line which made the objects.
+    """
     grown = max(after.compare_to(before, "traceback"), key=lambda one: one.size_diff, default=None)
     if grown is None or grown.size_diff <= 0:
         return ""
@@ -152,7 +172,7 @@ def growing_place(before: tracemalloc.Snapshot, after: tracemalloc.Snapshot) -> 
 
 
 def said(more: dict[str, tuple[int, str]]) -> str:
-    """Return resources in words, such as `2 open files (/tmp/a.log)`."""
+    """Return the result of `Holdings.more_than` in words, such as `2 open files (/tmp/a.log)`."""
     plural = {"child process": "child processes"}
     return ", ".join(
         f"{count} {kind if count == 1 else plural.get(kind, f'{kind}s')} ({name})"
@@ -166,11 +186,15 @@ def _task_name(task: asyncio.Task[object]) -> str:
 
 
 def _children() -> Counter[str]:
-    """Return the commands of all processes below this one."""
-    parents: dict[int, tuple[int, str]] = {}
+    """Return the number of processes below this one by their command: its children, their children, and so on.
+
+    A *zombie*, which has ended and was not waited for, is marked as such.
+    """
+    parents: dict[int, tuple[int, str]] = {}  # from a process's id to its parent's id and its own command
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):  # the process has ended
+                # The line is `ID (COMMAND) STATE PARENT …`, and the command may have parentheses in it.
                 command, _, rest = (folder / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
                 state, parent = rest.split()[:2]
                 parents[int(folder.name)] = int(parent), command + " (ended, but not waited for)" * (state == "Z")
@@ -181,20 +205,23 @@ def _children() -> Counter[str]:
 
 
 class BlockSampler:
-    """Sampler of the event loop: it finds callbacks that take `BLOCK_S` or longer, and their line of user code.
+    """Sampler of the event loop: it finds callbacks that take `BLOCK_S` or longer in the user's code, and their line.
 
+    A *block* is one such callback, during which the loop runs nothing else. A block is as long as the time between two
+    looks of the sampling thread at which it has begun and ended, so short blocks are measured to some `SAMPLE_S`.
     The watch of a run (`flash.run.loop_watch`) reports only blocks of a second, because shorter ones do no harm to its
     peers. Many short ones make a run slow.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, list[float]] = {}
-        """Seconds of each block, by the line that was seen most often in it."""
+        """Seconds of each block, by the line that was seen most often in it. Read after `watching`."""
         self._over = threading.Event()
+        """Set at the end of `watching`, which can be used once."""
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Sample the event loop of this thread while the block runs."""
+        """Sample the event loop of this thread while the body of the `with` statement runs."""
         thread = threading.Thread(target=self._sample, args=(threading.get_ident(),), name="flash check", daemon=True)
         thread.start()
         try:
@@ -204,11 +231,15 @@ class BlockSampler:
             thread.join()
 
     def _sample(self, loop_thread: int) -> None:
-        """Look at the loop's thread until the watch is over. The body of the sampling thread."""
+        """Look at the loop's thread until the watch is over. The body of the sampling thread.
+
+        `loop_thread` is the thread's identifier. A block that lasts when the watch ends is not recorded.
+        """
         callback: object = None  # frame of the callback that runs now; keeping it keeps its identity
         since, seen = 0.0, Counter[str]()
         while not self._over.wait(SAMPLE_S):
             frame = innermost = sys._current_frames().get(loop_thread)  # pyright: ignore[reportPrivateUsage]
+            # The outermost frame of a callback is `Handle._run` of asyncio. Without it, the loop waits for events.
             while frame is not None and frame.f_code is not events.Handle._run.__code__:  # pyright: ignore[reportPrivateUsage]
                 frame = frame.f_back
             if frame is not callback or frame is None:
@@ -219,6 +250,9 @@ class BlockSampler:
                 seen[place_in(lines_of(innermost))] += 1
 
     def _note(self, seconds: float, seen: Counter[str]) -> None:
-        """Record the end of a callback that took `seconds`. `seen` counts the samples at each line."""
+        """Record the end of a callback that took `seconds`, if it was a block and its line is the user's.
+
+        `seen` counts the samples at each line; empty if no callback was seen, since the loop waited for events.
+        """
         if seen and seconds >= BLOCK_S and is_users(place := seen.most_common(1)[0][0]):
             self.places.setdefault(place, []).append(seconds)

@@ -42,11 +42,11 @@ from flash.run.checks.doctor import Finding
 from flash.run.checks.env.trial import Trial, examples_within
 
 TRAINED_S = 180.0
-"""Longest time of the training in seconds, counted from the first evaluation."""
+"""Longest time of the training in seconds, counted from the first evaluation, which comes before the first step."""
 LEAST_S = 90.0
 """Time in seconds below which nothing is trained: the model must be made, and the engine must start."""
 END_S = 20.0
-"""Seconds in which an interrupted run must end."""
+"""Seconds that an interrupted run has to end, before its processes are killed."""
 STEPS, EVERY = 400, 20
 """Largest number of steps, and number of steps between two evaluations."""
 COMMAND = (
@@ -56,10 +56,20 @@ COMMAND = (
 """Program that runs `flash`, and ends when this process is killed: otherwise the training would go on alone."""
 SAMPLED = 200
 """Largest number of solved examples whose lengths give the limits of the run."""
+EXAMPLES_SHARE = 0.1
+"""Share of the time of the check in which these examples are made."""
 
 
 async def train_tiny(trial: Trial) -> Finding:
-    """Train a tiny model with solved examples of the environment, and compare the first evaluation with the last."""
+    """Train a tiny model with solved examples of the environment, and compare the first evaluation with the last.
+
+    Called as the check `training`. Returns `skipped` if the environment's class is no `WarmStart`, which has solved
+    examples, or if time is too short. A cancellation ends the run, too.
+
+    Raises:
+        EnvError: the constructor or `solved_examples` failed.
+    """
+    # `until` is at half of the check's time: other checks stop there to wait for their last episodes.
     seconds = 2 * (trial.until - perf_counter()) - END_S
     made = trial.made()
     if not isinstance(made, WarmStart):
@@ -70,7 +80,7 @@ async def train_tiny(trial: Trial) -> Finding:
     if seconds < LEAST_S:
         return Finding("skipped", f"{max(0.0, seconds):.0f} s are left for it", "allow more with --minutes")
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
-        examples = await anyio.to_thread.run_sync(examples_within, made, SAMPLED, seconds / 10)
+        examples = await anyio.to_thread.run_sync(examples_within, made, SAMPLED, seconds * EXAMPLES_SHARE)
         config = config_of(trial.config, examples, Path(folder))
         file, log = Path(folder) / "run.toml", Path(folder) / "output.txt"
         file.write_text(dump(config), encoding="utf-8")
@@ -82,18 +92,18 @@ async def train_tiny(trial: Trial) -> Finding:
                 await anyio.sleep(1)
                 evaluations = _evaluations(config.run_dir)
                 trained_at = trained_at or (perf_counter() if evaluations else None)
-                if process.returncode is not None:
+                if process.returncode is not None:  # the run has finished its steps, or has failed
                     ended, failed = f"it ended with exit code {process.returncode}", process.returncode != 0
                     break
-        evaluations = _evaluations(config.run_dir)
+        evaluations = _evaluations(config.run_dir)  # the last one may have come while the run ended
         return judged(evaluations, f"{ended} after {perf_counter() - start:.0f} s", _last_line(log), failed=failed)
 
 
 def judged(evaluations: Sequence[Interval], end: str, last_line: str, *, failed: bool) -> Finding:
-    """Return the finding about the evaluations of a training.
+    """Return the finding about the evaluations of a training: a pass only if the mean reward has surely grown.
 
     Args:
-        evaluations: mean rewards of held-out problems with their intervals, the first before training.
+        evaluations: mean rewards of held-out problems with their 95 % intervals, the first before training.
         end: phrase for the end of the run.
         last_line: last line of the output of the run, which says why it has no evaluations.
         failed: True if the run ended with an error, so that more time would not help.
@@ -104,7 +114,7 @@ def judged(evaluations: Sequence[Interval], end: str, last_line: str, *, failed:
     first, last = evaluations[0], evaluations[-1]
     gain = difference(first, last)
     text = f"held-out reward {_interval(first)} before training, and {_interval(last)} after it; {end}"
-    if gain.low > 0:
+    if gain.low > 0:  # the whole interval of the difference is above 0
         return Finding("pass", text)
     return Finding("warning", f"no gain seen: {text}", "a longer run may learn, or the rewards may be too rare")
 
@@ -112,15 +122,18 @@ def judged(evaluations: Sequence[Interval], end: str, last_line: str, *, failed:
 def config_of(config: Config, examples: list[SolvedExample], folder: Path) -> Config:
     """Return the configuration of the training, whose model and run lie in `folder`.
 
+    The limits of answers and episodes are about twice as long as the examples: a model that is not perfect gives longer
+    answers and needs more turns.
+
     Args:
         config: configuration with the environment.
-        examples: some solved examples of the environment.
+        examples: solved examples of the environment; at least one.
         folder: temporary folder.
     """
-    games = [(example, *example.later) for example in examples]
+    games = [(example, *example.later) for example in examples]  # the turns of each example
     longest = 2 + 2 * max(len(turn.answer) for game in games for turn in game)
     turns = min(config.rollout.max_turns, 2 * max(map(len, games)))
-    # One token is one character. Games of a model that is not perfect are longer than solved ones.
+    # One token is one character. The tokens of an example are scaled from its own number of turns to `turns`.
     tokens = max(sum(len(turn.prompt) + longest for turn in game) * turns // len(game) for game in games)
     return Config(
         run=RunConfig("check-env", output_dir=str(folder), steps=STEPS),
@@ -140,6 +153,9 @@ def config_of(config: Config, examples: list[SolvedExample], folder: Path) -> Co
 @asynccontextmanager
 async def _training(file: Path, log: Path) -> AsyncGenerator[Process]:
     """Run `flash train` on a configuration while the block runs, and interrupt it at the end of the block.
+
+    Yields the process. If it does not end within `END_S` after the interrupt, its whole process group is killed. A
+    cancellation of the block does not shorten this.
 
     Args:
         file: configuration.
@@ -165,14 +181,17 @@ async def _training(file: Path, log: Path) -> AsyncGenerator[Process]:
 
 
 def _evaluations(run_dir: Path) -> list[Interval]:
-    """Return the evaluations of a run so far."""
+    """Return the mean rewards of a run's evaluations so far, with their intervals; empty if there are none yet.
+
+    Evaluations without an interval are left out, such as an evaluation of which only one problem did not fail.
+    """
     directory = RunDirectory(run_dir)
     rows = directory.read_evaluations() if directory.evals.is_file() else []
     return [Interval(row["mean_reward"], row["low"], row["high"]) for row in rows if "low" in row]
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of an output that is not empty."""
+    """Return the last line of the file `log` that is not empty; `no output` if there is none."""
     return next(reversed(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()), "no output")
 
 

@@ -3,6 +3,10 @@
 `flash.run.checks.env.checks` makes one `Trial` and passes it to each check. The episodes run in the real
 `EpisodePlayer` (`flash.run.play.play_answers`), with the deadlines of the configuration. A *policy* gives the answers
 in place of the model. `CutEnvironment` cancels an episode while a method of the environment awaits something.
+
+The *problem* of an episode follows from its seed; seeds from `HELD_OUT` of `flash.environment.interface` on are
+held-out problems. *Known answers* are right answers that the environment's class gives itself. A check is *late* when
+its time is over. The checks run one after another on one event loop, so the state of a `Trial` needs no lock.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ PARALLEL = 8
 EXAMPLES = 500
 """Largest number of solved examples in which `Trial.known_answers` looks for a problem."""
 EXAMPLES_SHARE = 0.25
-"""Share of the time of a check in which these are made."""
+"""Share of the remaining time of a check in which these examples are made."""
 HOLD_S = 0.4
 """Seconds for which `CutEnvironment` holds a method at an `await` until the cancellation arrives. The cancellation does
-not arrive if the code shields itself against it. Longer than `SPIN_S` of `flash.environment.calls`, such code would be
-abandoned."""
+not arrive if the code shields itself against it. It must be below `SPIN_S` of `flash.environment.calls` (seconds):
+after that time the caller gives up a cancelled call."""
 ROLE = re.compile(r"^(system|user|assistant|tool): ", re.MULTILINE)
-"""Mark of a chat message's role in a shown text, which is no part of the prompt."""
+"""Mark of a chat message's role in a shown text. It stands before each message and is no part of it."""
 
 Policy = Callable[[int, list[str]], str]
 """Function that answers in place of the model. The arguments are the problem's seed and the texts shown so far."""
@@ -67,7 +71,7 @@ class Episode(msgspec.Struct, frozen=True):
     failure: Failure | None
     """Reason why the episode has no reward; None if it has one."""
     reset_s: float
-    """Seconds from the call of the constructor to the first observation."""
+    """Seconds from the call of the constructor to the first observation; 0 if the episode failed before that."""
     step_s: list[float]
     """Seconds of each step; empty if the episode failed."""
 
@@ -78,14 +82,15 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class _EnoughSeenError(EnvError):
-    """Raised in place of an answer to end an episode after its first observation."""
+    """Raised by a policy in place of an answer, to end an episode after its first observation."""
 
 
 class Trial:
     """An environment under test: it plays episodes until the time of the present check is over.
 
     Args:
-        config: its tables `[env]`, `[rollout]` and `[deadlines]` are used.
+        config: its tables `[env]`, `[rollout]` and `[deadlines]` are used. The check `cancellation` replaces it for
+            some episodes by one with a shorter deadline.
     """
 
     def __init__(self, config: Config) -> None:
@@ -94,9 +99,10 @@ class Trial:
         self.episodes: list[Episode] = []
         """Episodes played so far, without those of `keep=False`."""
         self.until = 0.0
-        """Time of `perf_counter` at which the present check should end. `is_late` compares with it."""
+        """Time of `perf_counter` at which the present check should play no further episodes. The check may set it, for
+        its parts."""
         self.is_playable = False
-        """True if the check `interface` has played a training problem and a held-out one to their ends."""
+        """Set by the check `interface`: True if it has played a training problem and a held-out one to their ends."""
         self.unfinished = ""
         """Phrase for the episode that took longest of those that the end of the present check has cancelled; empty if
         there is none."""
@@ -113,13 +119,18 @@ class Trial:
     async def play(
         self, seed: int, policy: Policy, env: LoadedEnvironment | None = None, *, keep: bool = True
     ) -> Episode:
-        """Play one episode and return it.
+        """Play one episode and return it. An EnvError of the environment or the policy becomes the episode's `failure`.
+
+        A cancelled episode is noted in `unfinished`; it is not added to `episodes`.
 
         Args:
             seed: seed of the problem.
             policy: gives the answers.
             env: environment in place of the one under test.
             keep: True if the episode is added to `episodes`.
+
+        Raises:
+            FlashError: a class method of the environment failed, such as `kind_of`.
         """
         shown: list[str] = []
         answers: list[str] = []
@@ -127,6 +138,7 @@ class Trial:
         reset_s = 0.0
 
         def answer(text: str) -> str:
+            """Note the shown text and the answer of the policy to it. The episode calls this for each response."""
             nonlocal reset_s
             if not shown:
                 reset_s = perf_counter() - start
@@ -148,7 +160,9 @@ class Trial:
         return episode
 
     def _note_unfinished(self, seed: int, answers: list[str], seconds: float) -> None:
-        """Store the phrase about a cancelled episode in `unfinished`, if none took longer.
+        """Store a phrase about a cancelled episode in `unfinished`, unless another one took longer.
+
+        The end of a check cancels up to `PARALLEL` episodes at once; the slowest one explains most.
 
         Args:
             seed: seed of the problem.
@@ -161,13 +175,18 @@ class Trial:
             self.unfinished_s = seconds
 
     async def play_many(self, seeds: Iterable[int], policy: Policy, *, keep: bool = True) -> list[Episode]:
-        """Play the problems of these seeds, several at the same time, until all are played or the check is late.
+        """Play the problems of these seeds, `PARALLEL` at the same time, until all are played or the check is late.
 
-        Returns the episodes in the order of their seeds.
+        Even a late check plays the first `PARALLEL` of them. Returns the episodes, also the failed ones, in the order
+        of their seeds. `keep`: see `play`.
+
+        Raises:
+            FlashError: a class method of the environment failed, such as `kind_of`. The other episodes are cancelled.
         """
         left, played = iter(seeds), list[Episode]()
 
         async def work() -> None:
+            """Play the next problem of `left` again and again. All workers share this iterator."""
             for seed in left:
                 played.append(await self.play(seed, policy, keep=keep))
                 if self.is_late:
@@ -185,17 +204,18 @@ class Trial:
         """Return the first observation of each seed. Seeds whose reset fails, or that come too late, are left out."""
 
         def stop(seed: int, shown: list[str]) -> str:
+            """End the episode. A policy."""
             raise _EnoughSeenError("seen")
 
         seen = await self.play_many(seeds, stop, keep=False)
         return {episode.seed: episode.shown[0] for episode in seen if episode.shown}
 
     async def known_answers(self, count: int) -> dict[int, list[str]]:
-        """Return the known answers to the first training problems by seed, one text per turn.
+        """Return the known answers to the training problems of the seeds below `count`, by seed, one text per turn.
 
         An answer comes from the class method `solution_of`, or else from a solved example with the same prompt. Seeds
-        without a known answer are left out, and those for which time is too short. Later calls return the result of the
-        first one that had time enough.
+        without a known answer are left out, and seeds for which time is too short. Later calls return the result of the
+        first call that had time enough, whatever their `count`; all callers pass the same number.
 
         Raises:
             EnvError: a method of the environment failed.
@@ -208,15 +228,17 @@ class Trial:
         return known
 
     async def answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
-        """Return the known answers to the problems with these prompts, by seed, as `known_answers` does. Raises the
-        errors of `known_answers`."""
+        """Return the known answers to the problems of the seeds in `prompts`, by seed, as `known_answers` does.
+
+        `prompts` is a dict from the seed to the first text that was shown. Raises the errors of `known_answers`.
+        """
         # The methods may read a data set, which blocks.
         return await anyio.to_thread.run_sync(self._answers_to, prompts)
 
     def _answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
-        """Return the known answers to the problems with these prompts, by seed. Runs in a thread."""
+        """Do the work of `answers_to`, in a thread. The event loop awaits its end, also after a cancellation."""
         made: object = self.made()
-        examples: dict[str, list[str]] | None = None
+        examples: dict[str, list[str]] | None = None  # answers by prompt; made for the first seed that needs them
         known: dict[int, list[str]] = {}
         for seed, prompt in ((seed, plain(shown)) for seed, shown in prompts.items()):
             if self.is_late:  # nothing can cancel this thread
@@ -241,13 +263,15 @@ class Trial:
         """
         with typed_errors("start"):
             made: Any = self.env.make()
+        # An environment with plain `def` methods is wrapped, and `blocking` is the user's own object.
         return getattr(made, "blocking", made)
 
 
 def examples_within(env: WarmStart, most: int, seconds: float, seed: int = 0) -> list[SolvedExample]:
-    """Return at least one solved example, and at most `most`: as many as can be made in `seconds`.
+    """Return at least one solved example, and at most `most`: as many as can be made in about `seconds`.
 
-    The time that the first one takes is measured: some environments need a second for each.
+    The time that the first one takes is measured: some environments need a second for each. `seed` determines the
+    examples. Blocks, so callers run it in a thread.
 
     Raises:
         EnvError: the method of the environment failed.
@@ -255,12 +279,12 @@ def examples_within(env: WarmStart, most: int, seconds: float, seed: int = 0) ->
     start = perf_counter()
     with typed_errors("solved_examples"):
         examples = env.solved_examples(1, seed)
-        count = min(most, int(seconds / max(perf_counter() - start, 1e-6)))
+        count = min(most, int(seconds / max(perf_counter() - start, 1e-6)))  # the least time is only a divisor
         return env.solved_examples(count, seed) if count > 1 else examples
 
 
 def _answers_by_prompt(examples: list[SolvedExample]) -> dict[str, list[str]]:
-    """Return the answers of solved examples by the first prompt, one text per turn."""
+    """Return the answers of solved examples: dict from the first prompt to one text per turn."""
     return {one.prompt: [one.answer, *(turn.answer for turn in one.later)] for one in examples}
 
 
@@ -280,7 +304,10 @@ def echo(seed: int, shown: list[str]) -> str:
 
 
 def guess(seed: int, shown: list[str]) -> str:
-    """Answer a random word of the texts shown so far, or a random number. A policy."""
+    """Answer a random word of the texts shown so far, or a random number. A policy.
+
+    The answer follows from the arguments, so a repeated episode gets the same answers.
+    """
     rng = random.Random(f"{seed} {len(shown)}")
     words = re.findall(r"\w+", plain("\n".join(shown)))
     return rng.choice([*words, str(rng.randrange(100))])
@@ -297,16 +324,26 @@ def first(text: str) -> Policy:
 
 
 def in_turn(answers: dict[int, list[str]]) -> Policy:
-    """Return the policy that gives the answers of each seed in turn, and then empty ones."""
+    """Return the policy that gives the answers of each seed in turn, and then empty ones.
+
+    `answers`: dict from every seed that is played to its answers, one per turn.
+    """
     return lambda seed, shown: answers[seed][len(shown) - 1] if len(shown) <= len(answers[seed]) else ""
 
 
 async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int, Played]:
     """Play an episode with given answers for each seed, in a new process, in which Python's `hash` gives other values
-    and the local date is another one.
+    and the local date is another one. The check `determinism` calls this.
+
+    Args:
+        config: configuration with the environment.
+        answers: dict from the seed to the answers, one per turn.
+
+    Returns:
+        Dict from the seed to the played episode.
 
     Raises:
-        FlashError: the process failed.
+        FlashError: the process failed, for example because an episode failed. A cancellation kills the process.
     """
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
         file = Path(folder) / "played.json"
@@ -326,14 +363,18 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
 def _other_date() -> str:
     """Return a time zone in which the local date differs from the one of this process."""
     now = time.time()
-    # 14 hours before and 12 hours behind UTC, the dates differ from each other.
+    # The zones 14 hours before and 12 hours behind UTC never have the same date, so the date of one of them differs
+    # from the local one. The sign is that of POSIX: negative east of Greenwich.
     ahead = time.gmtime(now + 14 * 3600).tm_yday != time.localtime(now).tm_yday
     return "AHEAD-14" if ahead else "BEHIND+12"
 
 
 def play_given() -> None:
-    """Play the episodes that `play_apart` gives, and write the results to the file that is named on the command line.
-    The body of its process."""
+    """Play the episodes that standard input names, and write the results to the file that the command line names.
+
+    This is the body of the process that `play_apart` starts. An error ends the process, and `play_apart` reports its
+    last line.
+    """
     config, answers = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Config, dict[int, list[str]]])
     played = {seed: play(config, texts, seed) for seed, texts in answers.items()}
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(played))
@@ -343,19 +384,20 @@ def play_given() -> None:
 
 
 class Cut:
-    """Place at which an episode is cancelled, and what the code did then.
+    """Place at which an episode is cancelled, and the behaviour of the code then, for the check `cancellation`.
 
     Args:
-        method: name of the method.
-        at: number of the `await` in the method's calls, from 1.
+        method: name of the method: `reset`, `step` or `close`.
+        at: number of the `await`, from 1, counted over all calls of the method in the episode.
     """
 
     def __init__(self, method: str, at: int) -> None:
         self.method, self.at = method, at
         self.scope = anyio.CancelScope()
-        """Scope of the episode. `_Cuts` cancels it in `reset` and `step`; `close` ends at its deadline."""
+        """Scope that the check puts around the episode. `_Cuts` cancels it in `reset` and `step`. In `close` it only
+        waits: the deadline of the call cancels `close`, because the end of an episode is shielded from its scope."""
         self.awaits = 0
-        """Number of awaits so far."""
+        """Number of awaits of the method so far."""
         self.place = ""
         """Line that awaited when the episode was cancelled; empty if the method has fewer awaits than `at`."""
         self.delivered = False
@@ -365,19 +407,20 @@ class Cut:
 
 
 class CutEnvironment(LoadedEnvironment):
-    """The environment under test, whose episode is cancelled at one `await`."""
+    """The environment under test, whose episode is cancelled at the `await` of a `Cut`."""
 
     def __init__(self, config: Config, cut: Cut) -> None:
         super().__init__(config.env.path, config.env.options)
         self._cut = cut
 
     def make(self, kind: str = "") -> Environment:
-        """Return an environment for one episode. Implements `LoadedEnvironment.make`."""
+        """Return an environment for one episode, inside a `_Cuts`. Overrides `LoadedEnvironment.make`."""
         return (_InformedCuts if self.is_informed else _Cuts)(super().make(kind), self._cut)
 
 
 class _Cuts:
-    """An `Environment` around the one under test. It holds one method at an `await`, and cancels the episode there."""
+    """An `Environment` around the environment under test. It holds one method at an `await`, and cancels the episode
+    there."""
 
     def __init__(self, env: Any, cut: Cut) -> None:
         self._env, self._cut = env, cut
@@ -398,14 +441,20 @@ class _Cuts:
     def _run(self, method: str, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T]:
         """Run a method as `await` does. At the `await` of the cut, cancel the episode, and wait for the cancellation.
 
-        While it waits, nothing is lost: the future that the code awaits is passed on to the event loop first.
+        Args:
+            method: name of the method.
+            awaitable: the running call of the method under test.
+
+        Returns:
+            The result of the method. Its errors are raised unchanged, also CancelledError.
         """
         cut, steps = self._cut, awaitable.__await__()
-        thrown: BaseException | None = None
-        while True:
+        thrown: BaseException | None = None  # error that the event loop has raised at the last `await`
+        while True:  # one round is one `await` of the method
             try:
                 awaited = steps.send(None) if thrown is None else steps.throw(thrown)
             except StopIteration as end:
+                # A method that returns after its cancellation has caught CancelledError and gone on.
                 cut.swallowed |= cut.method == method and cut.delivered
                 return end.value
             thrown = None
@@ -416,6 +465,8 @@ class _Cuts:
                     cut.place = place_in(lines_awaited(awaitable)) or method
                     if method != "close":
                         cut.scope.cancel()
+                # The future that the code awaits goes to the event loop first, as without a cut. So the cancellation
+                # arrives in the code at this `await`, and the event that it awaits is not lost.
                 yield awaited
                 if cuts_here:
                     # The awaited thing may be ready before the cancellation has arrived.
@@ -426,7 +477,7 @@ class _Cuts:
 
 
 class _InformedCuts(_Cuts):
-    """Environment of `_Cuts` that gets the view of its episode."""
+    """`_Cuts` around an environment with the method `inform`, which takes a view of the episode before `reset`."""
 
     def inform(self, episode: Any) -> None:
         """Implement `Informed.inform`."""
