@@ -61,10 +61,11 @@ def run_command(words: Sequence[str], show: Callable[..., Display] | None) -> in
     Raises:
         ConfigError: this process belongs to a run itself.
         FlashError: the command has refused its input; this is its error.
-        KeyboardInterrupt: a signal has ended the command. None of its processes is left.
+        KeyboardInterrupt: a signal has ended the command, or came while it ran. None of its processes is left.
     """
     # The processes of a run import the file of a function. If that file starts a run when it is imported, each of its
-    # runs would start another one, without end.
+    # runs would start another one, without end. CALLER is set in each command that a program has started, and LAUNCHER
+    # in each process of a run.
     if CALLER in os.environ or LAUNCHER in os.environ:
         raise ConfigError(
             "flash.train, flash.sft or flash.evaluate is called in a process of a run. If the run has imported the "
@@ -105,8 +106,8 @@ def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tupl
 
     Args:
         words: name and arguments of the command.
-        file: file in which the command leaves its error.
-        piped: True if this process reads the output of the command.
+        file: file in which the command leaves its error, as JSON.
+        piped: True if this process reads the output of the command; False: both write to the same output.
     """
     received: list[int] = []
     early: list[int] = []  # signals that came before there was a process
@@ -122,12 +123,14 @@ def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tupl
 
     handled: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # only there may signals be handled
-        # A signal that this process ignores, as under nohup, is ignored by the command too.
+        # A signal that this process ignores, as under nohup, is ignored by the command too. None stands for a handler
+        # of C code, which Python could not restore.
         found = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
         handled = {number: before for number, before in found.items() if before not in (signal.SIG_IGN, None)}
     for number in handled:
         signal.signal(number, pass_on)
     try:
+        # -P keeps the working folder off the import path: a module there could have the name of one of Flash's.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "flash", *words],
             stdin=subprocess.DEVNULL,
@@ -136,7 +139,7 @@ def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tupl
             env={**os.environ, CALLER: f"{os.getpid()}:{file}"},
             start_new_session=True,
         )
-        for number in early:
+        for number in early:  # `pass_on` itself sends the signals that come from now on
             process.send_signal(number)
         try:
             yield process, received
@@ -152,7 +155,10 @@ def _started(words: Sequence[str], file: Path, *, piped: bool) -> Generator[tupl
 
 
 def _follow(process: subprocess.Popen[bytes], show: Callable[..., Display]) -> None:
-    """Show the output of a command in one block of a notebook until the command closes it."""
+    """Show the output of a command in one block of a notebook until the command closes it.
+
+    The block has the last warnings and errors, and below them the last lines. Each line is shown once it is complete.
+    """
     assert process.stdout is not None
     lines, kept = deque[str](maxlen=SHOWN_LINES), deque[str](maxlen=KEPT_LINES)
     display: Display | None = None

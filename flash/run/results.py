@@ -65,7 +65,7 @@ class RunResult(Summary, frozen=True, kw_only=True):
     """Name of the numbers in `curve`."""
 
     def __repr__(self) -> str:
-        """Return the main results as a table of few lines."""
+        """Return the main results as a table of few lines. Mean rewards are called accuracy if all are 0 or 1."""
         name = self.measure
         rows = [("run", str(self.run_dir)), ("steps", str(self.steps))]
         if self.evaluations:
@@ -114,7 +114,7 @@ def read_run(run_dir: Path) -> RunResult:
     """Return the result of a run from its folder.
 
     Raises:
-        RunDirectoryError: a file cannot be read.
+        RunDirectoryError: a file cannot be read, for example because the run has no summary.
     """
     directory = RunDirectory(run_dir)
     try:
@@ -123,7 +123,7 @@ def read_run(run_dir: Path) -> RunResult:
         raise RunDirectoryError(f"cannot read {directory.summary}, the result of the run: {error}") from error
     evaluations = [point for row in by_step(directory.read_evaluations()) if (point := _point(row)) is not None]
     rows = by_step(directory.read_metrics())
-    # A row of `flash.sft` has no reward.
+    # A row of `flash.sft` has no reward, but `nll`, the mean negative log-likelihood of a token.
     supervised = any("nll" in row for row in rows) and not any("reward_mean" in row for row in rows)
     column = "nll" if supervised else "reward_mean"
     curve = [(int(row["step"]), value) for row in rows if (value := number(row, column)) is not None]
@@ -138,7 +138,10 @@ def read_run(run_dir: Path) -> RunResult:
 
 
 def read_evaluation(result: Path, transcripts: Path) -> EvaluationResult:
-    """Return an evaluation from the files of `flash eval`: `--json` and `--transcripts`."""
+    """Return an evaluation from the files of `flash eval`: `--json` (`result`) and `--transcripts`.
+
+    The command has written both files completely, so damaged ones are no case here.
+    """
     row: dict[str, Any] = msgspec.json.decode(result.read_bytes())
     best_of = {int(one["k"]): Interval(one["mean"], one["low"], one["high"]) for one in row.pop("best_of")}
     return EvaluationResult(
@@ -154,15 +157,15 @@ def read_evaluation(result: Path, transcripts: Path) -> EvaluationResult:
 
 
 def _point(row: Row) -> EvaluationPoint | None:
-    """Return a row of evals.jsonl as a point of the curve; None if it has no result."""
+    """Return a row of evals.jsonl as a point of the curve; None if it has no result, as if all episodes have failed."""
     mean = number(row, "mean_reward")
     mean = number(row, "held_out_nll") if mean is None else mean
     return None if mean is None else EvaluationPoint(int(row["step"]), mean, number(row, "low"), number(row, "high"))
 
 
 def _bar(values: Sequence[float]) -> str:
-    """Return a curve as a line of block characters."""
-    size = -(-len(values) // LONGEST_BAR)
+    """Return a curve as a line of at most `LONGEST_BAR` block characters. `values` is not empty."""
+    size = -(-len(values) // LONGEST_BAR)  # number of values for each character, rounded up
     means = [sum(part) / len(part) for at in range(0, len(values), size) if (part := values[at : at + size])]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -170,14 +173,17 @@ def _bar(values: Sequence[float]) -> str:
 
 
 def _drawing(run: RunResult) -> str:
-    """Return the curve of a run in SVG: a line of the trained samples, and a dot with its interval per evaluation."""
+    """Return the curve of a run in SVG: a line of the trained samples, and a dot with its interval per evaluation.
+
+    Empty if the run has neither a trained step nor an evaluation.
+    """
     points = run.evaluations
     ends = [end for point in points for end in (point.low, point.high) if end is not None]
     values = [*run.curve, *(point.mean for point in points), *ends]
     if not values:
         return ""
     low, high = min(values), max(values)
-    if high == low:
+    if high == low:  # `y` divides by the difference
         low, high = low - 0.5, high + 0.5
     last = max((*run.curve_steps, *(point.step for point in points), 1))
 

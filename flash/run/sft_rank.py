@@ -148,7 +148,7 @@ class SftLoop:
         tokenizer: tokenizer for the exported model.
         recorder: recorder of the run on the first rank; None on the others.
         profiler: records the steps that `train.profile` names.
-        stop: set if the training must end.
+        stop: set by a signal handler if the training must end.
     """
 
     def __init__(
@@ -279,9 +279,10 @@ class SftLoop:
             AlarmError: an alarm has stopped the run. Raised on the first rank only.
         """
         if self._recorder is not None:
-            rows = self._recorder.directory.read_metrics()
+            rows = self._recorder.directory.read_metrics()  # also of the steps before a resume
             counts = {"trained": "samples", "trained_tokens": "trained_tokens"}
             ledger = {name: int(sum(row[column] for row in rows)) for name, column in counts.items()}
+            # Restarts after the last step, the second argument, are counted in runs with a hub only.
             self._recorder.finish(ledger, {}, interrupted=interrupted)
         dist.barrier()  # otherwise the exit of one rank would fail the others
         if self._recorder is not None and self._recorder.stopped is not None:

