@@ -12,7 +12,8 @@
     code/               the user's own modules that the objective consists of
     SHA256SUMS          checksum of each other member, for `sha256sum --check`
 
-The steps were trained once from these members alone while the bundle was made, so their result is known.
+These files are its *members*. The steps were trained once from these members alone while the bundle was made, so their
+result is known. A *version* is the number of steps that the policy was trained; step N makes version N + 1.
 
 A bundle may come from anybody. Reading one unpickles nothing and imports nothing from it, accepts only regular files
 with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only with
@@ -71,6 +72,8 @@ BLOCK = tarfile.BLOCKSIZE
 """Size of a block of tar, in bytes. Each header is one block, and each member is padded to whole blocks."""
 LARGEST_TEXT = 1 << 26
 """Largest size of a text member that is read into memory, in bytes."""
+MOST_THREADS = 4096
+"""Largest number of threads that a bundle may ask for. torch starts as many, and no machine has more cores."""
 NAMES_OF_PATHS = ("_name_or_path", "name_or_path")
 """Keys with which transformers records the folder of a model."""
 CODE_OF_MODELS = ("auto_map", "attn_implementation", "experts_implementation")
@@ -119,6 +122,7 @@ class Bundle(NamedTuple):
     """Bundle whose members lie in a folder."""
 
     head: BundleHead
+    """First member, decoded."""
     folder: Path
     """Folder of the members."""
     config: Path
@@ -141,11 +145,16 @@ class Bundle(NamedTuple):
     @property
     def planned(self) -> ReplayPlan:
         """Plan of the replay of all steps."""
-        head, state = self.head, self.folder / STATE
+        head = self.head
         start = BundledStart(
-            head.start, head.origin, None if head.manifest is None else state, head.manifest, head.threads, head.results
+            tensors=head.start,
+            origin=head.origin,
+            state=None if head.manifest is None else self.folder / STATE,
+            manifest=head.manifest,
+            threads=head.threads,
+            results=head.results,
         )
-        return ReplayPlan(head.first, head.step + 1, None, {}, bundled=start)
+        return ReplayPlan(first=head.first, last=head.step + 1, checkpoint=None, compared={}, bundled=start)
 
 
 def build_of(config: Config) -> dict[str, str]:
@@ -168,25 +177,35 @@ def build_of(config: Config) -> dict[str, str]:
 
 
 def on_this_machine(config: Config) -> Config:
-    """Return the configuration of a replay, on the CPU if the run had GPUs and this machine has none."""
+    """Return the configuration of a replay on this machine.
+
+    That is `config`, but on the CPU if the run had GPUs and this machine has none.
+    """
     if config.gpus_per_node == 0 or count_gpus() > 0:
         return config
     return msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, gpus_per_node=0))
 
 
 def runs_foreign_code(objective: str) -> bool:
-    """Return True if an objective is named by an import path outside of Flash."""
+    """Return True if an objective is named by an import path `module:name` outside of Flash.
+
+    `objective` is the value of `algorithm.objective`. A name without a colon is an objective of Flash.
+    """
     return ":" in objective and objective.partition(":")[0].partition(".")[0] != SHIPPED
 
 
 def metric_row(row: Mapping[str, Any]) -> MetricRow:
-    """Return the numbers of a row of metrics. A number that is not finite is None, because JSON cannot hold it."""
+    """Return the numbers of a row of metrics, without its other values. A number that is not finite becomes None,
+    because JSON cannot hold it."""
     numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
     return {name: None if value is None or not math.isfinite(value) else value for name, value in numbers.items()}
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Return the header of a member of an archive. A fresh TarInfo names no user, group or time."""
+    """Return the header of a member of `size` bytes: one block, and the same bytes for the same name and size.
+
+    A fresh TarInfo names no user, group or time. The reader compares each header with the result of this function.
+    """
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
@@ -200,8 +219,8 @@ def open_bundle(path: Path, model: Path | None = None) -> Generator[Bundle]:
     """Unpack a bundle into a temporary folder, check all of it, and yield it. The folder exists while the block runs.
 
     Args:
-        path: the file.
-        model: folder of the policy's weights, for a bundle that does not hold them.
+        path: the file, which exists.
+        model: folder of the policy's weights, for a bundle that does not hold them; None for a bundle that does.
 
     Raises:
         RecordingError: the file is damaged, is no bundle, or holds something that no bundle may hold.
@@ -246,9 +265,9 @@ def _unpack(path: Path, folder: Path) -> None:
     Raises:
         ValueError: the archive is damaged, or has a member that no bundle may have.
     """
-    sums: dict[str, str] = {}
+    sums: dict[str, str] = {}  # SHA-256 of each member so far, by its name
     with open_regular_file(path) as source:
-        left = os.fstat(source.fileno()).st_size
+        left = os.fstat(source.fileno()).st_size  # number of bytes behind the present place
         while (header := source.read(BLOCK)) != bytes(BLOCK):
             left -= len(header)
             try:
@@ -269,6 +288,7 @@ def _unpack(path: Path, folder: Path) -> None:
             if padding != bytes(-info.size % BLOCK):
                 raise ValueError(f"there is something behind {info.name}")
             left -= info.size + len(padding)
+        # Two blocks of zeros end an archive. One is read already, so exactly one more must be left.
         if source.read(2 * BLOCK) != bytes(BLOCK):
             raise ValueError("its end is cut off, or there is something behind it")
     stated = sums.pop(SUMS, None)
@@ -281,7 +301,10 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _copy_member(source: BinaryIO, file: Path, size: int) -> str:
-    """Copy the next `size` bytes of an archive to a new file, and return their SHA-256."""
+    """Copy the next `size` bytes of an archive to a new file, and return their SHA-256 in hexadecimal.
+
+    Raises ValueError if the archive ends before.
+    """
     digest = hashlib.sha256()
     with file.open("xb") as out:
         while size:
@@ -295,7 +318,7 @@ def _copy_member(source: BinaryIO, file: Path, size: int) -> str:
 
 
 def _text(file: Path) -> bytes:
-    """Return the content of a small member. Raises ValueError if it is missing or too large."""
+    """Return the content of a small member. Raises ValueError if it is missing or larger than `LARGEST_TEXT`."""
     if not file.is_file():
         raise ValueError(f"it has no {file.name}")
     if (size := file.stat().st_size) > LARGEST_TEXT:
@@ -304,14 +327,17 @@ def _text(file: Path) -> bytes:
 
 
 def _check_members(head: BundleHead, folder: Path) -> None:
-    """Check that a head fits the other members. Raises ValueError if it does not."""
+    """Check that a head fits the other members in `folder`, and that no model asks for code.
+
+    Raises ValueError otherwise. The head may come from anybody, so each number is bounded before it is used.
+    """
     if not 0 <= head.first <= head.step:
         raise ValueError(f"its steps go from {head.first} to {head.step}")
     if not 1 <= head.ranks <= MOST:
         raise ValueError(f"its run had {head.ranks} ranks")
     if head.manifest is not None and not 0 <= head.manifest.skipped_steps <= MOST:
         raise ValueError(f"its state has {head.manifest.skipped_steps} skipped steps")
-    if head.threads < 1 or head.threads > 4096:
+    if not 1 <= head.threads <= MOST_THREADS:
         raise ValueError(f"it was made with {head.threads} threads")
     count = head.step + 1 - head.first
     # The number of batches comes first: a head may claim more steps than would fit into memory as a range of paths.
@@ -331,15 +357,19 @@ def _check_members(head: BundleHead, folder: Path) -> None:
 
 
 def _refuse_code(described: dict[str, Any]) -> None:
-    """Raise ValueError if a table of a model's description names code, which transformers might fetch and run."""
+    """Raise ValueError if a table of a model's description names code, which transformers might fetch and run.
+
+    The JSON parser calls this for each table, the inner ones first. Its result is not used, so None is returned.
+    """
     if found := sorted(key for key in described if key.strip("_").startswith(CODE_OF_MODELS)):
         raise ValueError(f"the {MODEL_CONFIG} of a model asks for code, with {found[0]}")
 
 
 def _check_batch(folder: Path, step: int) -> None:
-    """Check a recorded batch before it is trained. Raises ValueError or RecordingError if it is inconsistent.
+    """Check the recorded batch of a step before it is trained. Raises ValueError or RecordingError if it is damaged.
 
-    On a run's own batches the hub has made these checks when it got the samples.
+    `folder` is the folder of the batches. A run's own batches need no check, because the hub has made these checks when
+    it received the samples.
     """
     file = batch_file(folder, step)
     left = file.stat().st_size
@@ -361,7 +391,15 @@ def _check_batch(folder: Path, step: int) -> None:
 
 
 def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bundle:
-    """Return the bundle with its members in `folder`, and write its configuration, with paths of here, to `file`.
+    """Return the bundle with its members in `folder`, and write the configuration of its replay to a file.
+
+    `open_bundle` calls this after it has unpacked a bundle, and `flash.run.bundling` before it packs one.
+
+    Args:
+        head: head of the bundle.
+        folder: folder of the members.
+        file: file to write. It is the bundle's configuration, with the paths that its models have on this machine.
+        model: folder of the policy's weights if the bundle does not hold them; None if it does.
 
     Raises:
         ValueError: the configuration names a model or a folder outside of the bundle, or a row of metrics is damaged.
@@ -409,13 +447,13 @@ def place(head: BundleHead, folder: Path, file: Path, model: Path | None) -> Bun
 
 
 def _check_architecture(described: Path, model: Path) -> None:
-    """Compare the description of the model in the bundle's folder `described` with that of the user's folder `model`.
+    """Compare the description of the model in the bundle's folder `described` with the user's model in folder `model`.
 
     The weights are compared later, when they are loaded. Equal weights with another description, such as another base
     of the rotary embedding, would give other results.
 
     Raises:
-        ConfigError: a key differs.
+        ConfigError: a key differs, or a description is missing or cannot be read.
     """
     from transformers import AutoConfig
 

@@ -5,6 +5,9 @@ members to a temporary folder beside the output, trains the steps from that fold
 the archive. A bundle with code of the user is replayed once more before that, in a process that has no other code of
 the user. So a bundle appears completely or not at all, and one that appears can be replayed. Only chosen settings
 and files are copied. A secret elsewhere in the run or in the folder of a model stays there.
+
+Terms: a *member* is a file in the archive, and the *head* is its first member, which describes the others. A *replay*
+trains recorded batches again (`flash.run.replay`). A *version* is the number of steps that a policy was trained.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ if TYPE_CHECKING:
     from flash.trainer.step import Trainer
 
 LEFT_OUT = "http://left-out"
-"""Address in place of that of a teacher's server, whose log-probs are part of the recorded samples."""
+"""Address in place of the address of a teacher's server. A replay asks no server: the log-probs of the teacher are part
+of the recorded samples."""
 
 
 class Part(NamedTuple):
@@ -95,11 +99,14 @@ def own_sources(objective: str, imported: Collection[str]) -> dict[str, Path]:
     """Return the source files of the user's own modules that an objective consists of, by their names in a bundle.
 
     These are the objective's module, the packages around it, and modules that it has imported. Installed packages and
-    Flash are left out: whoever replays the bundle installs them.
+    Flash are left out: whoever replays the bundle installs them. So the result is empty for an objective of Flash.
 
     Args:
         objective: value of `algorithm.objective`.
-        imported: names of the modules that were imported for it.
+        imported: names of the modules that were imported for it, all of which are in `sys.modules`.
+
+    Returns:
+        Dict from the name of the member, such as `code/package/module.py`, to the source file.
 
     Raises:
         ConfigError: a module cannot be carried: it is compiled, or its name is unusual.
@@ -112,7 +119,7 @@ def own_sources(objective: str, imported: Collection[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for name in sorted({*around, *imported}):
         source = getattr(sys.modules.get(name), "__file__", None)
-        if source is None or name.partition(".")[0] in ("flash", "envs", SHIPPED):
+        if source is None or name.partition(".")[0] in ("flash", "envs", SHIPPED):  # the packages of Flash
             continue
         # Links are not resolved: a linked module lies where the link is.
         file = Path(os.path.abspath(source))
@@ -157,6 +164,7 @@ def make_bundle(
         on_comparison: called with the difference of the replayed weights to those of the run, if it has kept them.
 
     Raises:
+        ConfigError: the model consists of code of its own, or the objective's code does not work without other files.
         FlashError: a model, checkpoint or batch cannot be read, a replay fails, or the file cannot be written.
     """
     if config.model.trust_remote_code:
@@ -178,6 +186,7 @@ def make_bundle(
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
         rows = {row.get("step"): row for row in directory.read_metrics()}
+        # The run may have no row of a step, if it was stopped before it wrote one.
         kept = [metric_row(rows[step]) for step in steps if step in rows]
         (folder / METRICS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
         with _quiet():
@@ -206,6 +215,7 @@ def make_bundle(
             replayed.append(metric_row(row))
             on_step(row)
 
+        # The configuration of the replay has paths of this machine, so it lies outside of the folder of the members.
         bundle = place(head, folder, Path(scratch) / CONFIG, None)
         replay(
             on_this_machine(load_recorded([bundle.config])),
@@ -220,6 +230,7 @@ def make_bundle(
         (folder / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=1) + b"\n")
         aside, model = Path(scratch) / "bundle.tar", None
         if not with_weights:
+            # The weights were needed for the replay above, and are kept outside of the archive for `_check_code`.
             model = Path(scratch) / MODEL
             shutil.copytree(folder / MODEL, model)
             for file in (folder / MODEL).glob("*.safetensors*"):
@@ -247,7 +258,7 @@ def _check_code(bundle: Path, model: Path | None, scratch: Path) -> None:
     """
     empty, result = scratch / "empty", scratch / "result.json"
     empty.mkdir()
-    # Python imports Flash, if it is not installed, from its own folder.
+    # Flash is imported from its own folder if it is not installed. -P keeps the working folder off the import path.
     home = str(Path(flash.__file__).parents[1])
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", IMPORT_PATH)}
     done = subprocess.run(
@@ -289,6 +300,14 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
     """Write the policy at the first version, the trainer's state and all other models to the folder of a bundle.
 
     A trainer is made for it as for a replay of the run, and is gone when this returns.
+
+    Args:
+        config: the run's configuration, on the CPU if this machine has no GPU.
+        planned: the steps of the bundle.
+        folder: folder of the members.
+
+    Raises:
+        FlashError: a model or checkpoint cannot be read, or does not fit the configuration.
     """
     from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer import checkpoint
@@ -302,6 +321,8 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
         load_model(msgspec.structs.replace(config.model, path=path)).save_pretrained(folder / name)
 
     tokenizer = HfTokenizer(config.model).inner
+    # True: `model/` gets the policy of a checkpoint, which the trainer exports below. False: it gets the model with
+    # which the run began, which is the policy at version 0, or the base of adapters.
     whole = planned.checkpoint is not None and config.lora is None
     if not whole:
         save(config.model.path, MODEL)
@@ -320,7 +341,7 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
         result: RecordedWeights | None = None
         if (path := planned.compared.get(planned.last)) is not None:
             before = weights_of(trainer)
-            held = checkpoint.read_weights(path, trainer)
+            held = checkpoint.read_weights(path, trainer)  # the run's own weights after the last step
             theirs = record_tensors({name: held[name] for name in before}, before)
             result = RecordedWeights(planned.last, f"the run's (checkpoint {path.name})", theirs)
         del trainer
@@ -420,7 +441,10 @@ def _shrink(folder: Path) -> None:
 
 
 def _forget_paths(folder: Path) -> None:
-    """Remove paths of this machine from the JSON files in which transformers describes a model and its tokenizer."""
+    """Remove paths of this machine from the JSON files in which transformers describes a model and its tokenizer.
+
+    Keys that name code are removed, too, because a reader of bundles refuses them (`flash.run.bundle`).
+    """
     for file in folder.glob("*config.json"):
         described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         kept = {
@@ -434,7 +458,10 @@ def _forget_paths(folder: Path) -> None:
 
 
 def _write_tar(folder: Path, file: Path) -> list[Part]:
-    """Write the members in `folder` as a tar archive to `file`, and return the parts with their sizes."""
+    """Write the members in `folder` as a tar archive to `file`, and return the parts with their sizes.
+
+    The checksums of all members are appended as the last member. Raises OSError.
+    """
     files = [file for file in folder.rglob("*") if file.is_file()]
     # The head comes first, so that `tar` shows it at once.
     names = sorted((str(file.relative_to(folder)) for file in files), key=lambda name: (name != HEAD, name))
@@ -449,7 +476,7 @@ def _write_tar(folder: Path, file: Path) -> list[Part]:
             while block := source.read(READ_SIZE):
                 digest.update(block)
                 out.write(block)
-            out.write(bytes(-size % BLOCK))
+            out.write(bytes(-size % BLOCK))  # zeros up to a whole block
             top, slash, _ = name.partition("/")
             parts[top + slash] = parts.get(top + slash, 0) + size
             return digest.hexdigest()

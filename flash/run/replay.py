@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -56,7 +56,9 @@ class TensorRecord(msgspec.Struct, frozen=True):
     name: str
     """Name of the parameter in the trainer's model."""
     dtype: str
+    """Name of the data type, such as `float32`."""
     shape: list[int]
+    """Shape of the whole tensor."""
     sha256: str
     """SHA-256 of the bytes, hexadecimal."""
     moved: float = 0.0
@@ -68,9 +70,11 @@ class RecordedWeights(msgspec.Struct, frozen=True):
     """Weights of a version that a replay is compared with."""
 
     version: int
+    """Policy version: the number of steps that were trained."""
     origin: str
     """Origin of the weights as a possessive phrase, such as `the run's (checkpoint step-000006)`."""
     tensors: list[TensorRecord]
+    """Fingerprints of the trained tensors."""
 
 
 class BundledStart(msgspec.Struct, frozen=True):
@@ -138,25 +142,26 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> ReplayPlan:
 
     Raises:
         ConfigError: a batch or a checkpoint is missing. The message names those that exist.
+        CheckpointError: the manifest of a checkpoint cannot be read.
     """
-    steps, held, starts, damaged = _recorded(run_dir)
-    first = starts[0] if first is None else first
-    if first not in starts:
-        known = ", ".join(map(str, starts))
+    found = _recorded(run_dir)
+    first = found.starts[0] if first is None else first
+    if first not in found.starts:
+        known = ", ".join(map(str, found.starts))
         raise ConfigError(
-            f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}{damaged}"
+            f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}{found.damaged}"
         )
     newest = first  # becomes the last version that can be reached without a gap between the batches
-    while newest in steps:
+    while newest in found.steps:
         newest += 1
-    beyond = {step for step in steps if step >= newest} if last is None else set[int]()
+    beyond = {step for step in found.steps if step >= newest} if last is None else set[int]()
     last = newest if last is None else last
     if not first < last <= newest:
         raise ConfigError(
-            f"--to-step: expected {first + 1} to {newest} (there are batches of {_ranges(steps)}); got {last}"
+            f"--to-step: expected {first + 1} to {newest} (there are batches of {_ranges(found.steps)}); got {last}"
         )
-    compared = {version: folder for version, folder in held.items() if first < version <= last}
-    return ReplayPlan(first, last, held.get(first), compared, _ranges(beyond) if beyond else "")
+    compared = {version: folder for version, folder in found.held.items() if first < version <= last}
+    return ReplayPlan(first, last, found.held.get(first), compared, _ranges(beyond) if beyond else "")
 
 
 def plan_step(run_dir: Path, step: int) -> ReplayPlan:
@@ -167,26 +172,41 @@ def plan_step(run_dir: Path, step: int) -> ReplayPlan:
 
     Raises:
         ConfigError: the step cannot be trained again. The message names the steps that can.
+        CheckpointError: the manifest of a checkpoint cannot be read.
     """
-    steps, _, starts, damaged = _recorded(run_dir)
+    found = _recorded(run_dir)
     # A recorded step can be trained again from the newest start before it, unless a batch in between is missing.
     begins = {
         one: start
-        for one in steps
-        if (start := max((start for start in starts if start <= one), default=None)) is not None
-        and steps.issuperset(range(start, one))
+        for one in found.steps
+        if (start := max((start for start in found.starts if start <= one), default=None)) is not None
+        and found.steps.issuperset(range(start, one))
     }
     if step not in begins:
-        raise ConfigError(f"--step: expected one of {_ranges(set(begins))}, got {step}{damaged}")
+        raise ConfigError(f"--step: expected one of {_ranges(set(begins))}, got {step}{found.damaged}")
     return plan(run_dir, begins[step], step + 1)
 
 
-def _recorded(run_dir: Path) -> tuple[set[int], dict[int, Path], list[int], str]:
-    """Return the steps with recorded batches, the checkpoints by version, the versions at which a replay can begin, and
-    the faults of damaged checkpoints. The faults are the end of an error message.
+class _Recorded(NamedTuple):
+    """Records of a run from which steps can be trained again."""
+
+    steps: set[int]
+    """Steps with recorded batches."""
+    held: dict[int, Path]
+    """Folders of the complete checkpoints, by version."""
+    starts: list[int]
+    """Versions at which a replay can begin, ascending, at least one: 0, the model itself, and those of checkpoints, if
+    the batch of the next step is recorded."""
+    damaged: str
+    """Faults of damaged checkpoints, as the end of an error message; empty if there are none."""
+
+
+def _recorded(run_dir: Path) -> _Recorded:
+    """Find the recorded batches and the checkpoints of a run.
 
     Raises:
         ConfigError: there are no batches, or a replay can begin nowhere.
+        CheckpointError: the manifest of a checkpoint cannot be read.
     """
     steps = set(recorded_steps(RunDirectory(run_dir).batches))
     if not steps:
@@ -200,7 +220,7 @@ def _recorded(run_dir: Path) -> tuple[set[int], dict[int, Path], list[int], str]
         raise ConfigError(
             f"{run_dir}: there are batches of {_ranges(steps)}, and no checkpoint before any of them{damaged}"
         )
-    return steps, held, starts, damaged
+    return _Recorded(steps, held, starts, damaged)
 
 
 def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
@@ -254,6 +274,7 @@ def replay(
         export: path for the last weights as a Hugging Face folder; None: do not write them.
 
     Raises:
+        ConfigError: a bundle is replayed with another model than the one that its steps began with.
         FlashError: a batch or a checkpoint is damaged, or the trainer refuses a batch.
     """
     import transformers
@@ -299,16 +320,17 @@ def replay(
 
 
 def threads_of(config: Config) -> int:
-    """Return the number of threads with which a replay trains on this machine's CPU: that of a rank of the run."""
+    """Return the number of threads with which a replay trains on this machine's CPU: as many as a rank of the run."""
     return trainer_threads(config, 0, config.cluster.trainer_cpus or sorted(os.sched_getaffinity(0)))
 
 
 @contextmanager
 def one_rank(config: Config, threads: int | None = None) -> Generator[None]:
-    """Provide a process group of this process alone, with the seed and the number of threads of a rank of the run.
+    """Provide a process group of this process alone while the block runs, and set seed and threads as a rank does.
 
-    With another number of threads, sums on the CPU have another order, and the weights differ by rounding. A bundle
-    states the number; for a run directory `threads` is None, and the number is computed.
+    The seed and the number of threads stay set after the block. With another number of threads, sums on the CPU have
+    another order, and the weights differ by rounding. A bundle states the number; for a run directory `threads` is
+    None, and the number is computed.
     """
     import torch
 
@@ -338,7 +360,11 @@ def weights_of(trainer: Trainer, *, frozen: bool = False) -> dict[str, Any]:
 
 
 def record_tensors(tensors: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[TensorRecord]:
-    """Return the fingerprint of each tensor, in the same order. `before`: the tensors at the start of the replay."""
+    """Return the fingerprint of each tensor, in the same order.
+
+    `tensors` is a dict from parameter names to tensors. `before` has the tensors at the start of the replay, by the
+    same names; None if `tensors` are these, so that `moved` is 0.
+    """
     from flash.weights.image import dtype_name, tensor_bytes
 
     return [
@@ -394,7 +420,10 @@ def _begin(trainer: Trainer, bundled: BundledStart, path: str) -> None:
 
 
 def _check_vocabulary(batch: Batch, trainer: Trainer) -> None:
-    """Raise RecordingError if a batch has a token that the model does not have. torch's own error names no token."""
+    """Raise RecordingError if a batch of a bundle has a token that the model does not have.
+
+    A bundle may come from anybody. torch's own error would name no token, and on a GPU it would end the process.
+    """
     model: Any = trainer.model
     size = int(model.get_input_embeddings().weight.shape[0])
     largest = max((int(one.tokens().max()) for one in batch.trajectories), default=0)
@@ -403,7 +432,11 @@ def _check_vocabulary(batch: Batch, trainer: Trainer) -> None:
 
 
 def _compare(trainer: Trainer, path: Path, first_weights: dict[str, Any]) -> Comparison:
-    """Compare the trainer's weights with the checkpoint `path`, and with those at the beginning of the replay."""
+    """Compare the trainer's weights with the weights of the run in the checkpoint `path`.
+
+    `first_weights` are the weights at the beginning of the replay, by name, for `Comparison.moved`. Raises
+    CheckpointError if the checkpoint is damaged.
+    """
     import torch
 
     from flash.trainer import checkpoint
@@ -431,6 +464,8 @@ def _compare_records(ours: list[TensorRecord], result: RecordedWeights, moved: f
         other = theirs.get(record.name)
         if other is None or other.sha256 != record.sha256:
             different.append(record.name)
+            # The norms of both changes from the common start are all that is known of the difference. It is relative to
+            # the larger norm; two tensors that have not moved are not apart.
             known = 0.0 if other is None else other.moved
             apart = max(apart, abs(record.moved - known) / (max(record.moved, known) or 1.0))
     first = different[0] if different else ""
