@@ -45,7 +45,8 @@ from flash.waiting import first_error, unwrapped_group
 def run_joined_loop(order: ProcessOrder, config: Config) -> End:
     """Serve the hubs of a run with this machine's engines. Returns how the loop ended; see `JoinedNode.run`.
 
-    `flash.run.processes.worker` calls this in the process of the node loop, once its configuration is read.
+    `flash.run.processes.worker` calls this in the process of the node loop, once its configuration is read. Raises the
+    error that ended the node, if one did.
     """
     # Removed from the environment variables, so that neither engines nor environments inherit the token.
     return run_watched(warn, _roll_out, config, order, os.environ.pop(TOKEN_VARIABLE, None))
@@ -139,7 +140,7 @@ class JoinedNode:
         self._serving = False
         """True from the moment at which the node has joined a hub until this hub is lost or the node has ended. In this
         time the node can leave the run in order."""
-        self._samples = False
+        self._makes_samples = False
         """True if the engines have started and a hub knows one of them."""
         self._wake = anyio.Event()
         """Event that is set when the hub is lost or the node has ended."""
@@ -156,6 +157,10 @@ class JoinedNode:
         """Serve hubs until the run is over, a signal arrives, or the next hub cannot use this node.
 
         Returns how it ended: OVER, or WITH_PEER if this process must be replaced by a new one to serve the next hub.
+
+        Raises:
+            FlashError: the next hub was not found in time, or refuses this node.
+            Exception: the error that ended the node.
         """
         try:
             async with unwrapped_group() as tasks:
@@ -201,9 +206,9 @@ class JoinedNode:
         """Print how long the start of the node has taken. `HubConnection.call` calls this when a hub knows the first
         engine of the node, whose number in the run is `number`. Prints nothing after the first hub that does."""
         assert self._node is not None, "without a node there is no report of engines"
-        if self._samples:  # an earlier hub knew an engine, and `_serve` has printed that the node goes on
+        if self._makes_samples:  # an earlier hub knew an engine, and `_serve` has printed that the node goes on
             return
-        self._samples = True
+        self._makes_samples = True
         # vLLM may have been imported before this process was started, in the process from which it was forked. Then the
         # imports took no time of this start.
         imports_s = Imports.seconds if Imports.begun > self._begun else 0.0
@@ -219,7 +224,7 @@ class JoinedNode:
         """
         begun = anyio.current_time()
         await anyio.sleep(STARTUP_LINE_S)
-        while not self._samples and not self._ended:
+        while not self._makes_samples and not self._ended:
             seconds = anyio.current_time() - begun
             say(f"{STARTING_ENGINES} … {seconds:.0f} s{explain_engine_start(seconds, self._config)}")
             await anyio.sleep(STARTUP_LINE_S)
@@ -327,10 +332,12 @@ class JoinedNode:
         else:
             leases_before = self._node.leases_held
             await self._node.move(HubLink(joined.node, joined.first_engine, hub))
-            samples = f"{self._node.leases_held} of the {leases_before} samples that it had in hand"
-            say(f"{who}: goes on with {what}, and {samples}" if self._samples else f"{who}: starting {what}")
+            # The new hub accepts only leases that are open in its state, so the node may have lost some.
+            kept = f"{self._node.leases_held} of the {leases_before} samples that it had in hand"
+            say(f"{who}: goes on with {what}, and {kept}" if self._makes_samples else f"{who}: starting {what}")
         self._serving = True
         try:
+            # `lose_hub` and `_work` change these fields only while this task waits, so no change is missed.
             while self._lost is None and not self._ended:
                 self._wake = anyio.Event()
                 await self._wake.wait()

@@ -54,7 +54,9 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 _HEADS = msgspec.msgpack.Decoder(JournalHead)
+"""Decoder of the first record of a file."""
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+"""Decoder of all other records."""
 
 
 class JournalPlace(NamedTuple):
@@ -167,7 +169,7 @@ class FileJournal:
         """Write recorded events to the files, until cancelled.
 
         Consumes recorded events. Waits for some, then for the disk. Unblocked by `record`. Produces files, and wakes
-        the callers of `written`.
+        the callers of `written`. A cancellation waits for the end of a running write, so the file is closed after it.
         """
         try:
             while True:
@@ -371,7 +373,8 @@ def forget_journal(run_dir: Path) -> None:
 
 
 def _files(folder: Path) -> dict[int, tuple[Path, int]]:
-    """Return path and checkpoint version of each file, by the number of the file."""
+    """Return a dict from the number of each file of the journal to its path and its checkpoint's version. Files with
+    other names, such as damaged ones, are left out."""
     names = ((file, _NAME.fullmatch(file.name)) for file in folder.glob("*.log"))
     return {int(match[1]): (file, int(match[2])) for file, match in names if match is not None}
 

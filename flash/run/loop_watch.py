@@ -159,6 +159,8 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Return the seconds of a monotonic clock, without those in which the loop was known to be blocked."""
+        # Without the lock: only the loop's thread, which calls this, changes `lost_s`. The watching thread holds the
+        # lock when it calls this.
         stopped = self._stopped_at
         return time.monotonic() - self.lost_s if stopped is None else stopped
 

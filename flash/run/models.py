@@ -91,8 +91,10 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
         return
     policy = Path(config.model.path)
     yield "model.path", policy, tiny
+    # Critics have no model of their own if `critic.path` is None or names the policy's folder.
     if critic is None or critic.path is None or (path := Path(critic.path)) == policy:
         return
+    # The file FINGERPRINT marks a folder that was made as a tiny model before. Any other model belongs to the user.
     if (path / FINGERPRINT).exists() or not (path / MODEL_CONFIG).exists():
         yield "critic.path", path, msgspec.structs.replace(tiny, layers=max(1, tiny.layers // CRITIC_PART))
 
@@ -131,7 +133,9 @@ def chosen_model(named: str) -> str:
     converted to a model folder first. `flash eval`, `flash rollout`, `flash rhythm` and `flash export` use this.
 
     Raises:
-        ConfigError: nothing has this name, or it is not a model, a checkpoint or a run that has one.
+        ConfigError: nothing has this name, it is not a model, a checkpoint or a run that has one, or a GGUF file cannot
+            be converted.
+        DeadlineError: another process has been converting the GGUF file for too long.
     """
     if is_gguf(named):
         fetch(Path(named), Path(gguf_folder(named)), DeadlinesConfig().rendezvous)
@@ -152,17 +156,21 @@ def chosen_model(named: str) -> str:
 
 
 def overrides_of_run(model: str) -> list[str]:
-    """Return the overrides with which the configuration of a run can be read, to use its weights.
+    """Return the overrides `key=value` with which the configuration of a run can be read, to use its weights.
 
     `flash eval`, `flash rollout`, `flash export` and `flash.evaluate` call this.
 
     Args:
         model: the run, or the model or checkpoint that is used in its place.
+
+    Raises:
+        ConfigError, DeadlineError: see `chosen_model`.
     """
     chosen = chosen_model(model)
     # The model that the run began with may be gone, so a whole model replaces model.path. A checkpoint does not: it
     # needs the architecture and the tokenizer of that model.
     is_checkpoint = (Path(chosen) / MANIFEST).is_file()
+    # A run that was resumed has recorded run.resume = true, but these commands resume nothing.
     return ["run.resume=false", *([] if is_checkpoint else [f"model.path={json.dumps(chosen)}"])]
 
 
@@ -185,6 +193,7 @@ def model_folder(named: str, config: Config) -> Generator[str]:
         yield chosen
         return
     with tempfile.TemporaryDirectory(prefix="flash-checkpoint-") as folder:
+        # Merged: adapters become part of the model.
         _write_out(Path(chosen), config, Path(folder), merged=True)
         yield folder
 

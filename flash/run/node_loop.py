@@ -114,7 +114,7 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
         FlashError: the run has failed, or an alarm has stopped it.
     """
     now = unix_clock()
-    # The state that earlier incarnations of the hub have left in the run directory.
+    # The state that earlier processes of the hub have left in the run directory.
     resume = config.run.resume or restarts > 0
     checkpoint, notes = (
         await anyio.to_thread.run_sync(choose_checkpoint, config.run_dir) if resume else ChosenCheckpoint(None, [])
@@ -123,16 +123,18 @@ async def _first_node(restarts: int, config: Config, token: str | None) -> None:
     if resume:
         kept = await anyio.to_thread.run_sync(restore_hub_state, checkpoint, config)
     state = kept.state
-    version = state.version if state is not None else 0
+    version = state.version if state is not None else 0  # the policy version from which the run goes on
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version if resume else None, restarts=restarts) as recorder:
         ends = await anyio.to_thread.run_sync(tokenizer.missing_ends)
         for note in filter(None, (ends, *notes, *kept.notes)):
             recorder.note(note)
-        # What the hub must know of the environment: kinds of problems, and how many are held out for evaluations.
+        # The hub needs two facts about the environment: the kinds of problems, and how many problems are held out for
+        # evaluations.
         env = LoadedEnvironment(config.env.path, config.env.options)
         problems = ProblemKinds.of(config, env.kind_of, env.domains())
         config = await limit_held_out_problems(config, env, recorder.note)
+        # Versions whose evaluations are finished, so that the hub does not repeat them.
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         hub_number = recorder.directory.hub_numbers.begin()
         journal = None
@@ -352,6 +354,10 @@ async def make_node(
         env: the environment.
         now: clock of Unix seconds.
         on_loss: called when the hub is lost; see `RolloutNode`. None: the loss of the hub ends the node.
+
+    Raises:
+        FlashError: the tokenizer cannot be loaded, the environment's kinds of problems are invalid, or the teacher's
+            server has failed its test.
     """
     cpus = engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
@@ -363,6 +369,7 @@ async def make_node(
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     problems = ProblemKinds.of(config, env.kind_of, env.domains())
     teacher = await _served_teacher(config, tokenizer)
+    # Rehearsed: the node tries the first turn of an episode before the engines start, which takes minutes.
     played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
     return RolloutNode(
         *(config, link, engines, tokenizer, played),
@@ -416,6 +423,7 @@ async def limit_held_out_problems(config: Config, env: LoadedEnvironment, note: 
 
     Raises:
         DeadlineError: the data set was not read within deadlines.env_step.
+        FlashError: the environment's class has failed to count the problems.
     """
     if not env.is_collected:
         return config

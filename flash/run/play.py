@@ -144,7 +144,8 @@ async def play_answers(
 ) -> Trajectory | Failure:
     """Play one episode in which these texts are the model's responses, one after the other. Returns its result.
 
-    `flash.play` calls this, the dry run, which gives the own answer of a problem, and `flash check-env`.
+    `flash.play` and `flash check-env` call this, and the dry run with the own answer of a problem. An error of the
+    environment, and an EnvError of `answers`, is returned as a `Failure`.
 
     Args:
         config: its `[rollout]` and `[deadlines]` are used.
@@ -186,6 +187,8 @@ class _Answers:
         The episode player calls this in place of `LLMProxy.generate`, for each response.
         """
         if callable(self._answers):
+            # The prompt has all earlier observations and answers. The last observation follows the end of the last
+            # answer.
             answer = self._answers("".join(map(chr, request.prompt)).rpartition(chr(END))[2])
         elif self._given < len(self._answers):
             answer = self._answers[self._given]
@@ -196,7 +199,7 @@ class _Answers:
             )
         self._given += 1
         tokens = [*map(ord, answer), END]
-        request.on_tokens(tokens)
+        request.on_tokens(tokens)  # as an engine reports tokens while it samples them
         # The log-probs (0) and the version (0) of the tokens have no meaning here; nothing is trained.
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
 

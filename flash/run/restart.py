@@ -79,10 +79,11 @@ class RecordedHistory:
         self._recorder = recorder
 
     async def choose_start(self, version: int) -> TrainerStart:
-        """Return the newest complete checkpoint, from which the trainer ranks start. Reads every byte of it.
+        """Return the newest undamaged checkpoint, from which the trainer ranks start, or version 0 without a folder.
 
         The hub calls this when all ranks restart while it goes on. The ranks train the recorded batches again from
-        there up to `version`, the version that the run has reached.
+        there up to `version`, the version that the run has reached. Reads every byte of the checkpoint, in a thread.
+        Newer damaged checkpoints are renamed, and the user is notified.
 
         Raises:
             RecordingError: batches since the checkpoint are missing.
@@ -279,6 +280,7 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
         RunDirectoryError: the journal is damaged, and cannot be set aside.
     """
     kept = None if checkpoint is None else read_hub_state(checkpoint, config)
+    # Version of the checkpoint, and number of the first file of the journal after it.
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
     trainer_start = TrainerStart(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
@@ -316,6 +318,7 @@ def restore_hub_state(checkpoint: Path | None, config: Config) -> Restored:
         notes.append(
             f"the run goes back from version {counted} to {until}, and does these steps again: no journal has them"
         )
+    # `journal` has a meaning only in a checkpoint; the hub goes on at `place`.
     return Restored(HubState(until, buffer, journal=0).belonging_to(config), trainer_start, place, notes)
 
 
@@ -394,7 +397,8 @@ def _first_version(config: Config) -> int:
 
 
 def _read_requeues(file: Path) -> Requeues | None:
-    """Return the record of the starts before this one; None if there is none, or if it is damaged."""
+    """Return the record of the starts before this one from `requeues.json`; None if there is none, if it is damaged, or
+    if it cannot be read. The count then begins at 0."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Requeues)
     except (OSError, *DECODE_ERRORS):

@@ -5,6 +5,10 @@ looks back changes most) or an *anchor* (to which later tokens attend most); `al
 command `flash rhythm` calls this module to show which tokens are chosen, and why. It makes `RhythmResponses` with
 `text_responses` or `recorded_responses`, and measures them with `examine_responses`.
 
+Each token of a response has *signals*: WAAD, the mean distance in tokens that the model looks back from it within a
+window, and FAI or *influence*, the attention that later tokens pay to it. The suffix `_R` stands for the R tokens of a
+response.
+
 The model runs on the CPU in float32, in the process of the command. Attention heads are classified by the responses
 that are examined here; a run classifies them by a whole batch, or by its first batch.
 """
@@ -77,6 +81,11 @@ def text_responses(text: Path, prompt: Path | None, tokenizer: Tokenizer) -> Rhy
     For `flash rhythm` with a text. Without a prompt, the first token of the text takes its place. A newline at the end
     of a file does not belong to the text.
 
+    Args:
+        text: file of the response.
+        prompt: file of the prompt; None: there is no prompt.
+        tokenizer: the model's tokenizer.
+
     Raises:
         ConfigError: a file cannot be read or is empty, or the response has fewer than two tokens.
     """
@@ -141,7 +150,7 @@ def recorded_responses(run_dir: Path, step: int | None, samples: int) -> RhythmR
             f"{run_dir}: no response of step {step} has a token that was trained and at least 2 tokens, since a change "
             "is between neighbours"
         )
-    numbers = list(dict.fromkeys(number for number, _, _ in fit))
+    numbers = list(dict.fromkeys(number for number, _, _ in fit))  # samples with a response that can be examined
     count = min(samples, len(numbers))
     chosen = {numbers[place * len(numbers) // count] for place in range(count)}
     some = [(number, place, branch) for number, place, branch in fit if number in chosen]
@@ -162,7 +171,8 @@ def examine_responses(
 ) -> tuple[MeasuredRhythm, DrawnRhythm | None]:
     """Measure the rhythm of responses under a model. With `drawn`, also return attention maps of one response.
 
-    For `flash rhythm`.
+    For `flash rhythm`. The measurement has the options, the class and span of each attention head, the signals and the
+    choice of each token, and how plans and anchors follow each other (*couplings*).
 
     Args:
         model: settings of the model. The path is a model folder or a hub id.
@@ -234,14 +244,15 @@ def _drawn_range(signals: Signals, length: int, begin: int) -> slice:
 def _measured_response(
     name: str, tokens: list[str], options: Rhythm, signals: Signals, multiplier_R: FloatArray
 ) -> MeasuredResponse:
-    """Return the findings of one response, for the output. R = tokens of the response.
+    """Return the findings of one response, for the output: for each of its R tokens the signals, and whether it is a
+    plan or an anchor.
 
     Args:
         name: name of the response.
-        tokens: texts of all tokens of its sequence.
+        tokens: texts of all tokens of its sequence, with the prompt.
         options: options of `algorithm.rhythm`.
-        signals: signals of its R tokens.
-        multiplier_R: multipliers of its advantages.
+        signals: signals of its R tokens, with their positions in the sequence.
+        multiplier_R: factor of the advantage of each token.
     """
     return MeasuredResponse(
         name=name,

@@ -51,6 +51,10 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
     `order` is the launcher's order, with the number of this machine and of the rank on it. After the hub has admitted
     the rank, SIGINT and SIGTERM are ignored: the hub notifies its ranks of an interrupt by giving them no more batches,
     so that all ranks end after the same step.
+
+    Raises:
+        FlashError: the store could not be opened, or no hub has admitted the rank in time. After the admission errors
+            are reported to the hub, and not raised.
     """
     token = os.environ.pop(TOKEN_VARIABLE, None)  # removed, so that no child process inherits it
     index = order.node * config.cluster.trainer_ranks + order.local
@@ -61,6 +65,7 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
         enter = partial(_enter, index, config, address, stack)
         # One rank of each other machine prints that it waits. On the first machine the hub's start prints lines.
         hub, incarnation = find_hub(config, token, enter, prints=order.node > 0 and order.local == 0)
+        # The checkpoint is a path; empty: the ranks begin with the model itself.
         if incarnation.checkpoint is None:  # the run is over, so the rank has nothing to do
             return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -138,7 +138,7 @@ def _decode(text: bytes, kind: type[T]) -> T:
 def _announced_token(announcement: Announcement, run_dir: Path, variable: str | None) -> bytes:
     """Return the token of the announced hub, from FLASH_TOKEN or from the announced file.
 
-    The arguments and errors are those of `verify`.
+    `run_dir`, `variable` and the errors are those of `verify`. The token is not compared with the hub's here.
     """
     if variable is not None:
         return parse_token(variable)
@@ -179,6 +179,7 @@ def parse_token(text: str) -> bytes:
 
 def _proof(body: bytes, token: bytes) -> bytes:
     """Return the HMAC-SHA256 of `body` with the token as key, the proof that the writer of `body` knows the token."""
+    # The prefix keeps this proof apart from the proofs with which peers authenticate connections by the same token.
     return hmac.digest(token, b"hub" + body, "sha256")
 
 
@@ -186,7 +187,9 @@ class HubAddress(msgspec.Struct, frozen=True):
     """Address and token with which a peer connects to the hub."""
 
     host: str
+    """Name or address of the hub's machine."""
     port: int
+    """TCP port of the hub."""
     token: bytes
     """Token of the run; empty in the announcement, which all users may read."""
 
@@ -202,8 +205,10 @@ class HubPlace(msgspec.Struct, frozen=True):
     host: str = ""
     """Name or address of the hub's machine; empty if the run directory is given."""
     port: int = 0
+    """TCP port of the hub; 0 if the run directory is given."""
 
     def __str__(self) -> str:
+        """Return the place for messages: the run directory, or HOST:PORT."""
         return self.run_dir or f"{self.host}:{self.port}"
 
     @property

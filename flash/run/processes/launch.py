@@ -134,7 +134,10 @@ class Launch:
                 tasks.start_soon(self._end, signal.Signals(number), tasks.cancel_scope)
 
     def _exit_code(self, end: End) -> int:
-        """Return the exit code of the launch. `end` is the end of its node loop; OVER if it has none."""
+        """Return the exit code of the launch. `end` is the end of its node loop; OVER if it has none.
+
+        A failed run has NAMED if the marker holds its error; 1 if nobody has named the error.
+        """
         if self._interrupted:
             # A node without trainer ranks has left the run in order, which is a success.
             return End.INTERRUPTED if self._has_hub or self._ranks is not None else 0
@@ -147,7 +150,11 @@ class Launch:
         """Run the parts until all are over, or until the hub's part is over. Returns how the node loop ended.
 
         If the part with the hub is over, the trainer ranks are ended. `ending` is set when a part must end, and not
-        restart.
+        restart: by the signal handler, or by the methods of this class.
+
+        Raises:
+            FlashError: a part cannot run at all, for example because there is no hub. The other parts are then
+                cancelled, which kills their processes.
         """
         end, ranks_over = End.OVER, anyio.Event()
         async with anyio.create_task_group() as tasks:
@@ -157,6 +164,7 @@ class Launch:
             if self._loop is not None:
                 end = await self._loop.keep_running(ending)
             if self._has_hub:
+                # Without an error of a process, the marker names the loss of the hub as the error of the run.
                 self._mark(self._loop, PeerLostError)
             if self._ranks is not None:
                 if self._has_hub:
@@ -193,7 +201,7 @@ class Launch:
         """Keep the trainer ranks running, and set `over` when they are over.
 
         If they fail for good, the hub ends the run with their error. If no hub can be reached, this machine's part of
-        the run is ended instead.
+        the run is ended instead. This is a task of `keep_running`.
         """
         end = await ranks.keep_running(ending)
         if end != End.OVER and not ending.is_set():
@@ -211,6 +219,7 @@ class Launch:
         """Watch the hub until the run is over, and then end the ranks, except on the hub's own machine.
 
         There `keep_running` ends them, after the node loop with the hub has ended. This is a task of `keep_running`.
+        Raises the errors of `Ranks.watch_hub`.
         """
         await ranks.watch_hub(self._hub_hangs)
         if not self._has_hub:

@@ -135,7 +135,9 @@ class HubLoop(SupervisedPart):
 def launch(config: Config) -> int:
     """Run this node's part of the job to its end, for `flash train` and `flash.train`. Returns the exit code.
 
-    The exit code is 0, 1, NAMED or LOST of `flash.run.processes.launch`, or `End.INTERRUPTED`.
+    The exit code is 0 if the run or this node's part of it ended in order; NAMED (2) if the run failed with an error of
+    Flash, else 1; LOST (75) if this node has failed and the run goes on without it; `End.INTERRUPTED` (130) after a
+    signal.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
@@ -151,7 +153,7 @@ def launch(config: Config) -> int:
         if config.algorithm.options or ":" in config.algorithm.objective:  # Flash's own objectives are tested
             from flash.trainer.objective import try_objective  # imports torch
 
-            try_objective(config)
+            try_objective(config)  # so that a fault of the user's objective shows before anything starts
         if config.cluster.trainer_nodes == 1:
             for name, value in ON_ONE_MACHINE.items():
                 os.environ.setdefault(name, value)
@@ -163,6 +165,8 @@ def launch(config: Config) -> int:
             Path(file).touch()
     if config.cluster.nodes > 1:
         advertised_host(config)  # a wrong name fails here once, and not in every process
+    # Each process would otherwise start as many threads as the machine has cores. Processes that compute set their own
+    # number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     share_import_path()
     marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)
@@ -222,7 +226,7 @@ def describe_start(config: Config, node: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun, which gets an `s` in the plural."""
+    """Return a number with a noun, such as `1 engine` or `2 engines`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -315,7 +319,8 @@ class JoinedLoop(SupervisedPart):
         self.processes.fork_from(loops_server(config, node))
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)
-        # After another end the hub is probably there, and the node loop looks for it itself (`HubSearch`).
+        # After a failure of the node loop itself the hub is probably there, and the next node loop looks for it
+        # (`HubSearch`).
         self._needs_hub, self._begun = end == End.WITH_PEER, time.time()
         return end, [describe("the node loop", one) for one in silent]
 
@@ -359,7 +364,7 @@ class JoinedLoop(SupervisedPart):
                 f"an engine wants engine.tensor_parallel = {config.engine.tensor_parallel} GPUs, and this machine has "
                 f"{config.gpus_per_node}"
             )
-        if self._own is None:
+        if self._own is None:  # the number of engines depends on this machine's GPUs
             advise_on_engines(config)
         file.write_text(dump(config), encoding="utf-8")
         return config, file

@@ -55,6 +55,7 @@ class Holder(msgspec.Struct, frozen=True):
     """Time at which it got the lock, in Unix seconds."""
 
     def __str__(self) -> str:
+        """Return a phrase for messages, such as `process 4711 on node1, since 2026-01-31 12:00:00`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {since}"
 
@@ -70,8 +71,13 @@ def exclusive(path: Path, wait_s: float) -> Generator[None]:
     Launchers lock a run directory (`exclusive_run`) and their scratch folder in this way. The lock file then names this
     process, for the error messages of others.
 
+    Args:
+        path: path of the lock file, which is made if it does not exist.
+        wait_s: seconds to wait for processes of a killed launcher; 0: do not wait.
+
     Raises:
         Busy: another launcher is alive, or processes of an earlier one are still alive after `wait_s` seconds.
+        OSError: the lock file cannot be written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -101,6 +107,7 @@ def in_turn(path: Path, activity: str, wait_s: float) -> Generator[None]:
 
     Raises:
         Busy: another process still holds the lock after `wait_s` seconds.
+        OSError: the lock file cannot be written.
     """
     # Processes of other users may need the same lock, so the umask alone decides who may write the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -133,7 +140,8 @@ def share(path: Path) -> None:
 def is_free(path: Path) -> bool:
     """Return True if no launcher that holds the lock of the file `path`, and no process of one, is alive.
 
-    Takes the lock for a moment, so a launcher that wants it at the same time may be refused.
+    Takes the lock for a moment, so a launcher that wants it at the same time may be refused. Raises OSError if the file
+    cannot be opened.
     """
     try:
         # Closing the descriptor at the end of `exclusive` would also release a lock that this process holds on the same
@@ -194,7 +202,7 @@ def _lock(descriptor: int, byte: int, flags: int) -> bool:
     """Try to lock one byte of a lock file without waiting, or unlock it. Returns False if another process holds it.
 
     Also returns True if the file system has no locks. Then a warning is logged, and nothing is protected: a run on such
-    a file system is better than none.
+    a file system is better than none. Raises OSError for all other errors.
 
     Args:
         descriptor: the open lock file.

@@ -189,8 +189,10 @@ class Ranks(SupervisedPart):
     async def end_incarnation(self, news: p.RanksReply) -> None:
         """End the processes of an incarnation that is over, as `news` from the hub names them.
 
-        Processes that caused the end get EXIT_S seconds to exit by themselves, and are then killed as hanging. Their
-        restart counts, because their own failure ended them. All other processes are killed at once.
+        `news.ended` are the process ids of the ranks of such an incarnation on this machine. `news.causes` are the ids
+        among them that caused its end. Processes that caused the end get EXIT_S seconds to exit by themselves, and are
+        then killed as hanging. Their restart counts, because their own failure ended them. All other processes are
+        killed at once. `news.missing` is a sentence about ranks that have never connected to the hub; else empty.
         """
         causes = self.processes.pids & set(news.causes)
         self.processes.kill(set(news.ended) - causes)

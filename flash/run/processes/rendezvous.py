@@ -98,6 +98,7 @@ def advertised_host(config: Config) -> str:
     Raises:
         ConfigError: the job has several nodes, and the first one's name or this machine's address cannot be found.
     """
+    # The launcher sets FLASH_NODE_RANK for all of its processes. `cluster.hub_host` is the name of the first node.
     if config.cluster.hub_host is not None and os.environ["FLASH_NODE_RANK"] == "0":
         return config.cluster.hub_host
     if config.cluster.nodes > 1:
@@ -228,6 +229,7 @@ class HubSearch:
             FlashError: this process cannot join the hub; or the run has failed; or, if `wait_s` is 0, there is no hub.
         """
         problem = printed = ""
+        # With 0 seconds, one try is limited: `ask` takes at most ASK_S for the connection and ASK_S for the reply.
         with deadline(
             wait_s or 2 * ASK_S, f"the hub of {self._place}", lambda: f"the output of the first node ({problem})"
         ):
@@ -235,6 +237,7 @@ class HubSearch:
                 address = None
                 try:
                     address = self._place.find(self._token)
+                    # The dialect is a digest of all message types: the hub refuses a process with other code.
                     run = await ask(address, p.RunRequest(p.dialect()), self._silence_s or ASK_S)
                     self._summary = _written(self._place)
                     return address, run
