@@ -37,6 +37,9 @@ NO_CONNECTION = re.compile(
 """Messages of pip about an index that it cannot reach. They are searched because the last lines of pip's output only
 report that there is no such version."""
 
+TAIL_LINES = 15
+"""Number of last lines of a failed command's output that an error message quotes."""
+
 NETWORK = (
     "the packages are fetched over the network. Check that there is one; behind a proxy set https_proxy, and name a "
     "mirror by PIP_INDEX_URL or `pip config set global.index-url`"
@@ -50,7 +53,7 @@ class InstallError(Exception):
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Print the name of a phase before the block, and its seconds after the block."""
+    """Print the name of a phase before the block, and its seconds after the block, unless the block raises an error."""
     sys.stdout.write(f"  {name} … ")
     sys.stdout.flush()
     start = time.monotonic()
@@ -59,7 +62,8 @@ def phase(name: str) -> Generator[None]:
 
 
 def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables of a command: those of the caller without misleading ones, and `more`."""
+    """Return the environment variables of a command: those of the caller without `MISLEADING` ones, with the options of
+    `SWITCHED_OFF` off, and with `more`, which takes precedence."""
     kept = {key: value for key, value in os.environ.items() if key not in MISLEADING}
     return kept | dict.fromkeys(SWITCHED_OFF, "0") | dict(more or {})
 
@@ -119,11 +123,14 @@ class VirtualEnvironment(NamedTuple):
     def output(
         self, *command: str | Path, more: Mapping[str, str] | None = None, timeout: float | None = None
     ) -> str | None:
-        """Run a command in `home` and return its output; None if it fails or takes longer than `timeout` seconds."""
+        """Run a command in `home` and return its output; None if it fails or takes longer than `timeout` seconds.
+
+        `more` are further environment variables.
+        """
         return output(*command, more=more, timeout=timeout, folder=self.home)
 
     def run(self, *command: str | Path, more: Mapping[str, str] | None = None) -> None:
-        """Run a command in `home`, with its output in `log`.
+        """Run a command in `home`, and append its output to `log`. `more` are further environment variables.
 
         Raises:
             InstallError: the command failed. The message has the end of its output.
@@ -134,7 +141,7 @@ class VirtualEnvironment(NamedTuple):
             if done.returncode == 0:
                 return
             log.seek(start)
-            tail = "".join(log.readlines()[-15:])
+            tail = "".join(log.readlines()[-TAIL_LINES:])
         message = f"{' '.join(map(str, command))[:200]}\nfailed:\n{tail}\nThe whole output is in {self.log}\n"
         if unreachable := NO_CONNECTION.search(tail):
             message += f"No connection ({unreachable[0]}): {NETWORK}\n"
@@ -143,13 +150,18 @@ class VirtualEnvironment(NamedTuple):
         )
 
     def pip(self, *arguments: str | Path, more: Mapping[str, str] | None = None) -> None:
-        """Run the pip of the environment. Raises InstallError if it fails."""
+        """Run the pip of the environment with these arguments, and with `more` environment variables.
+
+        Its temporary files go to `scratch`, unless `more` sets TMPDIR. Raises InstallError if it fails.
+        """
         scratch = {"TMPDIR": str(self.scratch)}
         options = ("--disable-pip-version-check", "--no-input")
         self.run(self.python, "-m", "pip", *options, *arguments, more=scratch | dict(more or {}))
 
     def prepare(self) -> None:
         """Make the temporary folder, and let the environment have a pip. An environment that uv has made has none.
+
+        The environment itself must exist. The caller removes the temporary folder at the end.
 
         Raises:
             InstallError: there is no pip, or pip's configuration files make it install into another folder.

@@ -37,7 +37,8 @@ RECIPE = sorted(Path(__file__).parent.glob("*.py"))
 
 
 def stamp(environment: VirtualEnvironment) -> Path:
-    """Return the file with the fingerprint of a finished environment of a clone."""
+    """Return the path of the file with the fingerprint of a finished environment of a clone. Without the file the
+    environment is not finished."""
     return environment.folder / "flash-installed"
 
 
@@ -64,12 +65,13 @@ def is_current(clone: Path) -> bool:
 
 
 def environment_of(clone: Path) -> VirtualEnvironment:
-    """Return the environment of a clone, which need not exist yet."""
+    """Return the environment of a clone, which need not exist yet: `.venv` in the clone's root folder."""
     return VirtualEnvironment(clone / ".venv")
 
 
 def made_elsewhere(environment: VirtualEnvironment) -> Path | None:
-    """Return the folder in which the environment was made, from its `bin/activate`; None if that is this folder.
+    """Return the folder in which the environment was made, from its `bin/activate`; None if it was made here, or if
+    there is no such file.
 
     An environment does not work in another folder. Each program in its `bin` begins with the old path. The editable
     install refers to the sources beside the old folder, so a copy would run the code of the original.
@@ -90,10 +92,12 @@ def made_elsewhere(environment: VirtualEnvironment) -> Path | None:
 def create_venv(environment: VirtualEnvironment, *, keep: bool = True) -> None:
     """Make an empty environment with this Python. An environment that works is kept, unless `keep` is False.
 
+    An environment works if its Python has this version and has pip, or gets it here. Otherwise it is emptied.
+
     Raises:
         InstallError: Python has no `venv`, or the folder cannot be written.
     """
-    stamp(environment).unlink(missing_ok=True)
+    stamp(environment).unlink(missing_ok=True)  # from now on the environment does not count as finished
     version = output(environment.python, "-c", "import sys; print(*sys.version_info[:2])") if keep else None
     if version is not None and tuple(map(int, version.split())) == sys.version_info[:2]:
         # An environment that uv has made has no pip.
@@ -113,6 +117,7 @@ def create_venv(environment: VirtualEnvironment, *, keep: bool = True) -> None:
 def why_torch_fails(environment: VirtualEnvironment) -> str | None:
     """Import torch in an environment, and return the last line of the error; None if the import succeeds."""
     command = [environment.python, "-c", "import torch"]
+    # The working folder is on the import path of `-c`. The environment's own folder has no module to hide torch.
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", check=False, env=variables(), cwd=environment.folder
     )
@@ -125,7 +130,8 @@ def import_once(environment: VirtualEnvironment, modules: str) -> None:
     """Import modules, separated by commas, in an environment.
 
     Raises:
-        InstallError: the installed packages do not fit together.
+        InstallError: the installed packages do not fit together. If torch alone cannot be imported, the message says
+            that, because its own error is more precise.
     """
     with phase("first import"):
         try:
@@ -146,8 +152,11 @@ def import_once(environment: VirtualEnvironment, modules: str) -> None:
 def alone(environment: VirtualEnvironment, file: Path) -> Generator[None]:
     """Hold a lock on a file during the block, so that only one call at a time changes the environment.
 
+    Waits without a limit, with a line for the user, while another call holds the lock. The kernel releases the lock
+    when a call dies. `file` exists and is not changed.
+
     Raises:
-        InstallError: this file cannot be written.
+        InstallError: the file cannot be opened for writing.
     """
     try:
         descriptor = os.open(file, os.O_RDWR)
@@ -173,7 +182,10 @@ def fill(environment: VirtualEnvironment, cuda: bool, clone: Path | None, *, dry
         environment: an environment that exists.
         cuda: True for NVIDIA GPUs, False for a machine without.
         clone: root folder of the clone that Flash is installed from; None if Flash is installed already.
-        dry_run: True ends after what was printed.
+        dry_run: True: print only, and install nothing.
+
+    Raises:
+        InstallError: the disk has too little space, a package cannot be installed, or the packages do not fit together.
     """
     environment.prepare()
     try:
@@ -196,7 +208,7 @@ def fill(environment: VirtualEnvironment, cuda: bool, clone: Path | None, *, dry
 def make_clone(clone: Path, fill: Callable[[VirtualEnvironment, bool, Path], None] = fill) -> None:
     """Make the environment of a clone, or complete one whose installation was interrupted, unless it is up to date.
 
-    Tests replace `fill`.
+    `clone` is the root folder. `fill` installs the packages; tests replace it.
 
     Raises:
         InstallError: `.venv` is a symbolic link, or the environment cannot be made.
@@ -214,7 +226,7 @@ def make_clone(clone: Path, fill: Callable[[VirtualEnvironment, bool, Path], Non
         )
     # Every clone has this file. To open it for writing fails where `.venv` cannot be made either.
     with alone(environment, clone / "scripts" / "install.py"):
-        if is_current(clone):
+        if is_current(clone):  # another call has made it while this one waited for the lock
             return
         start = time.monotonic()
         python = ".".join(map(str, sys.version_info[:3]))
@@ -259,7 +271,10 @@ def complete(cuda: bool | None, *, dry_run: bool, prefix: str = sys.prefix, base
 
 
 def report(install: Callable[[], None]) -> int:
-    """Call `install`, print its error if it fails, and return the exit code of the command."""
+    """Call `install`, and print its error if it fails. Returns the exit code of the command.
+
+    That is 0, or 1 after an InstallError or OSError, or 130 after Ctrl-C, as in shells.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The output may lack some characters of our lines, as in a locale of Latin-1, or of a path that is not UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")

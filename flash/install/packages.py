@@ -1,7 +1,7 @@
 """Packages of an environment, and the places that they are fetched from.
 
-A machine with an NVIDIA GPU gets `vllm`. Any other machine gets vLLM's CPU build, torch, and all other packages with
-the pins of locks/*.txt.
+A machine with an NVIDIA GPU gets `vllm`. Any other machine gets vLLM's CPU build and torch. All other packages come
+with the pins of locks/*.txt: a *lock* is a file that names one version of each package, with the hashes of its files.
 
 Packages are fetched from the index that pip is configured for. uv installs the locked packages, because it fetches and
 unpacks several at once, and pip everything else. For a machine without a GPU, torch comes from the first of these that
@@ -82,6 +82,12 @@ UV_VARIABLES = {
 }
 """Settings of pip that uv needs too to reach the index, and uv's environment variable for each."""
 
+NEARLY_MADE = 0.9
+"""Share of the final size from which an environment counts as complete but for small changes. Sizes are rounded."""
+
+LIST_WIDTH = 114
+"""Number of characters of a line that lists packages."""
+
 EXTRAS = ("train", "math", "sandbox", "view", "environments", "tests")
 """Extras of pyproject.toml that every environment gets."""
 
@@ -123,7 +129,7 @@ class Torch(NamedTuple):
     size: Size
     """Size of the environment with this build."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables with which pip finds this build."""
+    """Environment variables with which pip finds this build, as names and values; empty: none are needed."""
 
 
 def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus"), timeout: float = NVIDIA_SMI_TIMEOUT_S) -> bool:
@@ -146,7 +152,8 @@ def has_compiler() -> bool:
 
 
 def installed_version(environment: VirtualEnvironment, name: str) -> str | None:
-    """Return the version of a package in an environment; None if it is not installed there."""
+    """Return the version of a package in an environment; None if it is not installed there, or there is no
+    environment."""
     program = f"import importlib.metadata as m; print(m.version({name!r}))"
     listing = environment.output(environment.python, "-c", program)
     return listing.strip() if listing else None
@@ -155,7 +162,15 @@ def installed_version(environment: VirtualEnvironment, name: str) -> str | None:
 def offers(
     environment: VirtualEnvironment, build: str, timeout: float, *options: str, more: Mapping[str, str] | None = None
 ) -> bool:
-    """Return True if pip finds this build of torch within `timeout` seconds. Only the list of versions is fetched."""
+    """Return True if pip finds this build of torch within `timeout` seconds. Only the list of versions is fetched.
+
+    Args:
+        environment: environment whose pip is asked.
+        build: version of torch, such as `2.13.0+cpu`.
+        timeout: seconds.
+        options: further arguments of pip.
+        more: further environment variables.
+    """
     command = (environment.python, "-m", "pip", "index", "versions", "torch")
     listing = environment.output(*command, *options, more=more, timeout=timeout)
     return re.search(rf"[ (]{re.escape(build)}[,)\s]", listing or "") is not None
@@ -164,7 +179,8 @@ def offers(
 def find_torch(environment: VirtualEnvironment, index: str = TORCH_CPU_INDEX) -> Torch:
     """Return the build of torch that an environment gets on a machine without a GPU.
 
-    A CPU build that is already installed is kept; else the order is that of the module's docstring.
+    A CPU build that is already installed is kept; else the order is that of the module's docstring. `index` is the
+    index of CPU builds; tests replace it.
     """
     cpu_build = f"{TORCH_CPU}+cpu"
     build = cpu_build.partition("==")[2]
@@ -189,6 +205,7 @@ def uv_variables(environment: VirtualEnvironment) -> dict[str, str]:
 
     A variable that the user has set for uv is left as it is.
     """
+    # A line is `SECTION.NAME='VALUE'`. Some names begin with `default-`, such as `default-timeout`.
     found: dict[str, str] = {}
     lines = (environment.output(environment.python, "-m", "pip", "config", "list") or "").splitlines()
     # A command's own section overrides the global one, and environment variables override both.
@@ -202,12 +219,16 @@ def uv_variables(environment: VirtualEnvironment) -> dict[str, str]:
 
 
 def torch_needs(environment: VirtualEnvironment) -> list[str]:
-    """Return the requirements of the installed torch that `LOCK` does not have: CUDA's libraries, or an empty list."""
+    """Return the requirements of the installed torch that `LOCK` does not have: CUDA's libraries, or an empty list.
+
+    Requirements of torch's extras and of `NOT_FOR_CPU` are left out.
+    """
     program = "import importlib.metadata as m; print(*m.requires('torch') or (), sep='\\n')"
     listing = environment.output(environment.python, "-c", program)
     locked = set(re.findall(r"^([a-z0-9._-]+)==", LOCK.read_text(), flags=re.MULTILINE)) | NOT_FOR_CPU
     wanted: list[str] = []
     for line in (listing or "").splitlines():
+        # The name in the form of the lock: `nvidia-nccl-cu13` for `nvidia_nccl_cu13==2.28; …`.
         name = re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", line)[0]).lower()
         if name and name not in locked and "extra ==" not in line:
             wanted.append(line)
@@ -220,7 +241,7 @@ def pins(lock: Path) -> list[str]:
 
 
 def constraints(environment: VirtualEnvironment) -> Path:
-    """Write `LOCK` as a file of constraints without hashes, and return its path.
+    """Write `LOCK` as a file of constraints without hashes to the temporary folder, and return its path.
 
     With these constraints pip cannot replace a locked package when it resolves other requirements.
     """
@@ -258,9 +279,8 @@ def check_space(environment: VirtualEnvironment, size: Size) -> dict[str, str]:
     Raises:
         InstallError: the disk of the environment has too little free space.
     """
-    present = gigabytes(environment.folder)
-    # An environment of nearly its final size is complete but for small changes. The sizes are rounded.
-    needed = size.making - present if present < 0.9 * size.made else 0.0
+    present = gigabytes(environment.folder)  # an interrupted installation has left something there
+    needed = size.making - present if present < NEARLY_MADE * size.made else 0.0
     free = free_space(environment.folder)
     if free < needed:
         raise InstallError(
@@ -276,6 +296,7 @@ def check_space(environment: VirtualEnvironment, size: Size) -> dict[str, str]:
     same_disk = cache.stat().st_dev == here
     if free_space(cache) - needed * same_disk < size.fetched:  # on the same disk, the environment takes its part first
         off["PIP_NO_CACHE_DIR"] = "1"
+    # The folder of uv's cache. On another disk it needs room for all installed files.
     home = existing(Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
     if home.stat().st_dev != here and free_space(home) < size.making:
         off["UV_NO_CACHE"] = "1"
@@ -296,8 +317,11 @@ class Plan(NamedTuple):
 
 
 def make_plan(environment: VirtualEnvironment, cuda: bool, *, development: bool) -> Plan:
-    """Return what an environment needs: for NVIDIA GPUs if `cuda` is True, and with the packages for development of a
-    clone if `development` is True."""
+    """Choose the packages of an environment: for NVIDIA GPUs if `cuda` is True, and with the packages for development
+    of a clone if `development` is True.
+
+    Without `cuda`, this asks package indexes for torch, which may take minutes.
+    """
     locks = (DEVELOPMENT_LOCK, TEMPLATES_LOCK) if development else ()
     if cuda:
         return Plan("For NVIDIA GPUs: vllm, with its torch and CUDA's libraries", GPU, (CUDA_LOCK, *locks), None)
@@ -319,14 +343,17 @@ def announce(plan: Plan, *, listed: bool) -> None:
     if listed:
         names = [name for lock in plan.locks for name in absent(lock)]
         # Non-breaking spaces keep the version on the line of its name.
-        lines = textwrap.wrap(", ".join(name.replace(" ", "\xa0") for name in names), 114, break_on_hyphens=False)
+        words = ", ".join(name.replace(" ", "\xa0") for name in names)
+        lines = textwrap.wrap(words, LIST_WIDTH, break_on_hyphens=False)
         sys.stdout.write(f"  {len(names)} packages are missing or have other versions, torch for CPUs not counted:\n")
         sys.stdout.writelines(f"    {line}\n".replace("\xa0", " ") for line in lines)
 
 
 def absent(lock: Path) -> list[str]:
-    """Return the packages of a file of pins that this machine needs, and that this environment has not in these
-    versions, each as `name version`."""
+    """Return the packages of a file of pins that this machine needs and that are missing in these versions.
+
+    Each is `name version`. The packages of the environment in which this process runs are compared.
+    """
     # A requirement of Flash, which a clone does not have yet when it makes its environment.
     from packaging.requirements import Requirement
 
@@ -348,7 +375,10 @@ def install_locked(environment: VirtualEnvironment, lock: Path, installer: Path,
     """Install the packages of the file `lock` with uv, which is itself installed from the file `installer`.
 
     If uv cannot do it, pip does. pip also knows indexes and logins that uv does not know. The hashes make both install
-    the same files.
+    the same files. `more` are further environment variables.
+
+    Raises:
+        InstallError: pip could not do it either.
     """
     uv = (environment.folder / "bin" / "uv", "pip", "install", "--python", environment.python, "--no-config")
     try:
@@ -380,8 +410,12 @@ def install(environment: VirtualEnvironment, plan: Plan, clone: Path | None) -> 
     """Install exactly the locked packages, and torch. pip resolves nothing else, so all machines get the same packages.
 
     If torch brings CUDA's libraries, these are resolved too, under the constraints of the locked packages. With the
-    root folder of a `clone`, Flash itself is installed from there.
+    root folder of a `clone`, Flash itself is installed from there; None: Flash is installed already.
+
+    Raises:
+        InstallError: the disk has too little space, or a package cannot be installed. A later call continues.
     """
+    # Variables that switch off caches for which there is no room.
     no_room = check_space(environment, plan.size)
     remove_other_build(environment, cuda=plan.torch is None)
     for lock in plan.locks:
