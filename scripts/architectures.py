@@ -12,6 +12,9 @@ A row has the `kind` and its class, and `way`, the way in which the trainer runs
     alone    one sequence at a time
     refused  the trainer refuses the model, for the reason `why`
     none     no tiny model could be made, or it did not run within SECONDS; `why` is the error
+
+A row of the first two ways has `logprob_error`, the largest absolute error of a log-prob in nats, and `gradient_error`,
+the norm of the gradient's error divided by the norm of the gradient.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ LENGTHS = (9, 5, 21)
 WINDOW = 8
 """Tokens of the sliding window, in models that have one."""
 SECONDS = 120
-"""Most seconds for one kind of model."""
+"""Largest number of seconds for one kind of model."""
 LARGEST_ERROR = 1e-3
 """Largest error of log-probs, in nats, and of gradients, relative to their norm. Exact kinds have about 1e-6."""
 MOST_BYTES = 12 * 2**30
@@ -65,6 +68,9 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
 
     `kind` is a `model_type` of transformers, and `options` are changes to its configuration. If `compiled` is True, the
     layers are traced by torch.compile, like on a GPU, but without generated kernels.
+
+    Errors of the model of transformers, and a ConfigError or TimeoutError of the trainer, become a row. Any other error
+    of the trainer is raised, because it is a fault of Flash.
     """
     row: dict[str, Any] = {"kind": kind, "class": MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]].__name__}
     try:  # the model of transformers, as it is
@@ -75,6 +81,7 @@ def compare(kind: str, *, compiled: bool = False, **options: Any) -> dict[str, A
         # This sequence begins like the last one, so that packing must not mix tokens of equal beginnings.
         sequences.append(torch.cat([sequences[-1][:12], sequences[0]]))
         model = deepcopy(unchanged)
+        # `one_by_one` returns log-probs and entropies, from one forward pass for each sequence.
         expected_T, expected = _logprobs_and_gradients(unchanged, one_by_one(unchanged, sequences)[0])
     except Exception as error:  # Code of transformers may fail with any error. The row reports it.
         return row | {"way": "none", "why": _first_line(error)}
@@ -110,7 +117,10 @@ def _windows(kind: str) -> dict[str, int]:
 
 
 def is_exact(row: dict[str, Any]) -> bool:
-    """Return True unless the trainer runs this kind of model with an error above LARGEST_ERROR, or with NaN."""
+    """Return True unless the trainer runs this kind of model with an error above LARGEST_ERROR, or with NaN.
+
+    Models that the trainer does not run are no error. NaN is not below any limit, so it makes the result False.
+    """
     if row["way"] not in ("packed", "alone"):
         return True
     return all(row[error] <= LARGEST_ERROR for error in ("logprob_error", "gradient_error"))
@@ -119,7 +129,8 @@ def is_exact(row: dict[str, Any]) -> bool:
 def _logprobs_and_gradients(model: PreTrainedModel, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the gradient of a loss that is a weighted sum of the log-probs `logp_T` of a model.
 
-    Returns the log-probs, and the gradient of each parameter by its name.
+    Returns the log-probs without their graph, and the gradient of each parameter by its name. Parameters without a
+    gradient are left out. `logp_T` was computed by `model`, whose gradients are empty before.
     """
     # Different weights, so that errors of different tokens do not cancel out.
     (logp_T @ torch.linspace(-1, 1, len(logp_T))).backward()

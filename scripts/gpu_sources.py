@@ -128,14 +128,17 @@ class Sources:
         """Return the dotted name of `other`, which `module` imports with `level` dots before it."""
         if not level:
             return other
+        # One dot is the package that the module is in, or the module itself if it is a package. Each further dot is the
+        # package around it.
         file, package = self._file(module), module.split(".")
         is_package = file is not None and file.stem == "__init__"
         return ".".join([*package[: len(package) - level + is_package], other])
 
     def member(self, owner: ast.AST, module: str, name: str) -> Found | None:
-        """Return the definition of an attribute of a class, its instances or its base classes; None if there is none.
+        """Return the definition of the attribute `name` of a class, its instances or its base classes; None if there is
+        none.
 
-        `owner` is the class, which is defined in `module`. Anything else than a class has no attributes.
+        `owner` is the class, which is defined in `module`. Anything else than a class has no attributes here.
         """
         if not isinstance(owner, ast.ClassDef):
             return None
@@ -201,9 +204,10 @@ class Sources:
 
 
 def _own_nodes(owner: ast.Module | ast.ClassDef) -> Iterator[ast.AST]:
-    """Yield the nodes in the body of a module or class, its own statements first.
+    """Yield the nodes in the body of a module or class: first its own statements, then the nodes inside them.
 
-    Bodies of functions and inner classes are left out, because their names are no attributes of the owner.
+    So definitions inside `if` or `try` are found. Bodies of functions and inner classes are left out, because their
+    names are no attributes of the owner.
     """
     nodes = deque[ast.AST](owner.body)
     while nodes:
@@ -356,7 +360,10 @@ def engine_arguments() -> list[str]:
 
 
 def sources_of_torch(folder: Path) -> Iterator[Row]:
-    """Yield a row for the comparison of torch's Python files, and rows for uses of the parts that only CUDA has."""
+    """Yield a row for the comparison of torch's Python files, and rows for uses of the parts that only CUDA has.
+
+    `folder` contains the other build of torch; the installed build is compared with it.
+    """
     installed = Path(str(distribution("torch").locate_file("torch")))
     there, here = ({file.relative_to(root) for file in root.rglob("*.py*")} for root in (folder / "torch", installed))
     compared = {name for name in there | here if name.suffix in (".py", ".pyi") and str(name) != OWN_VERSION}
@@ -394,7 +401,7 @@ def _calls_of_cuda() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def rows(folder: Path) -> list[Row]:
-    """Return all rows for the packages that a folder contains."""
+    """Return all rows for the packages, vLLM first and then torch, that a folder contains."""
     torch = [*sources_of_torch(folder)] if (folder / "torch").is_dir() else []
     return [*uses_of_vllm(folder), *torch] if (folder / "vllm").is_dir() else torch
 

@@ -89,11 +89,15 @@ class Folder(NamedTuple):
     """Size and docstrings of one folder, without the folders inside it."""
 
     files: int
+    """Number of Python files."""
     small: int
-    """Files of fewer than `SMALL` lines."""
+    """Number of files of fewer than `SMALL` lines."""
     lines: int
+    """Number of lines of all files."""
     classes: int
+    """Number of classes, also of classes inside others."""
     docstrings: list[Docstring]
+    """All docstrings, file by file."""
 
     @property
     def pointing(self) -> list[Docstring]:
@@ -120,7 +124,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 def docstrings(file: Path, tree: ast.Module) -> Iterator[Docstring]:
     """Yield every docstring of a file. A text below a constant or a field is its docstring."""
-    # Each text that stands alone as a statement is a docstring.
+    # Every text that stands alone as a statement counts, because nothing else in the tree has that form.
     for node in ast.walk(tree):
         body: object = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -133,7 +137,8 @@ def docstrings(file: Path, tree: ast.Module) -> Iterator[Docstring]:
 
 @cache
 def folders() -> dict[str, Folder]:
-    """Return each folder that holds Python files, by its path from the root."""
+    """Return each folder in `PRODUCTION` that holds Python files, by its path from the root. The result is kept,
+    because several callers need it."""
     found: dict[str, list[tuple[Path, ast.Module]]] = defaultdict(list)
     for file, tree in sources():
         found[str(file.parent.relative_to(ROOT))].append((file, tree))

@@ -15,7 +15,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def too_old(oldest):
-    """Return an error message if this Python is older than `oldest`, else an empty text."""
+    """Return an error message if this Python is older than `oldest`, a pair such as (3, 11); else an empty text."""
     if sys.version_info >= oldest:
         return ""
     found, wanted = (".".join(map(str, version[:2])) for version in (sys.version_info, oldest))
@@ -26,7 +26,10 @@ def too_old(oldest):
 
 
 def start(oldest=OLDEST_PYTHON):
-    """Make the environment, unless it is up to date. Returns the exit code."""
+    """Make the environment, unless it is up to date. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C.
+
+    `oldest` is the oldest Python that Flash runs with; tests replace it.
+    """
     if too_old(oldest):
         sys.stderr.write("error: " + too_old(oldest) + "\n")
         return 1

@@ -94,7 +94,8 @@ def requirements() -> list[str]:
 
 
 def entries(file: Path) -> dict[str, str]:
-    """Return the lines of each package in a file of pins, by its name and its conditions."""
+    """Return the entries of a file of pins: a dict from each package's name with its conditions to its lines, which are
+    the pin and the hashes. Empty if there is no file."""
     found = re.findall(r"^[a-z0-9].*\n(?: +--hash.*\n)*", file.read_text() if file.exists() else "", flags=re.MULTILINE)
     return {re.sub(r"==[^ ]+", "", entry.partition("\n")[0]): entry for entry in found}
 
@@ -122,7 +123,7 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
 
 
 def without(names: set[str], folder: Path) -> tuple[str | Path, ...]:
-    """Return the options of uv that leave out these packages, by a file in `folder`."""
+    """Return the options of uv that leave out the packages `names`. They need a file, which is written to `folder`."""
     # A requirement for a Python that does not exist overrides that of other packages: it is never installed.
     file = folder / "left-out.txt"
     file.write_text("".join(f"{name}; python_version < '3'\n" for name in sorted(names)))
@@ -130,7 +131,11 @@ def without(names: set[str], folder: Path) -> tuple[str | Path, ...]:
 
 
 def main(upgrade: bool) -> None:
-    """Resolve the requirements, and write all files of pins. With `upgrade`, each package gets the newest version."""
+    """Resolve the requirements, and write all files of pins. With `upgrade`, each package gets the newest version.
+
+    Raises:
+        subprocess.CalledProcessError: a requirement has no solution, or vLLM's wheel could not be fetched.
+    """
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
@@ -154,7 +159,8 @@ def main(upgrade: bool) -> None:
         )
         cuda = [*requirements(), VLLM_CUDA]
         compile_lock(cuda, packages.CUDA_LOCK, folder, *without(COMPILED, folder), *options, beside=packages.LOCK)
-        # The versions of `LOCK` hold here too, and only the packages that it lacks are written.
+        # The packages of development are resolved together with all others, under the versions of `LOCK`. At the end
+        # only the packages that `LOCK` lacks stay in their file.
         everything = [*requirements(), *of_engine, *of_extras(packages.DEVELOPMENT_EXTRAS), *BUILD]
         compile_lock(
             everything,

@@ -27,6 +27,7 @@ from flash.observe.columns.table import GROUPS, columns
 from flash.view.prometheus import dashboard
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+"""Folder of the documents."""
 
 # -- docs/configuration.md ---------------------------------------------------------------------------------------------
 
@@ -57,18 +58,21 @@ def configuration_page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    """Yield the lines of the section of each table of the configuration."""
+    """Yield the lines of the section of each table of the configuration.
+
+    A table is a field of `Config`, and its *section* is the struct with its keys.
+    """
     for table in msgspec.structs.fields(Config):
         section = section_in(table.type)
         assert section is not None, "the tree is two levels deep"
         yield f"## `[{table.name}]`\n"
         yield f"{inspect.getdoc(section)}\n"
-        if section is not table.type:
+        if section is not table.type:  # the type is `Section | None`
             yield "Optional.\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         yield from _field_rows(section)
         yield ""
-        keys_by_type: dict[Any, list[str]] = {}
+        keys_by_type: dict[Any, list[str]] = {}  # keys with the same kinds of tables are described once
         for field in msgspec.structs.fields(section):
             keys_by_type.setdefault(field.type, []).append(f"`{table.name}.{field.name}`")
         for annotation, keys in keys_by_type.items():
@@ -76,8 +80,14 @@ def _sections() -> Iterator[str]:
 
 
 def _kinds(keys: Sequence[str], annotation: Any) -> Iterator[str]:
-    """Yield the lines about keys that hold the same tables or lists of tables: one part for each kind of table."""
+    """Yield the lines about keys that hold the same tables or lists of tables: one part for each kind of table.
+
+    Args:
+        keys: the keys, as Markdown.
+        annotation: their type. Nothing is yielded if it contains no table.
+    """
     in_list = get_origin(annotation) is list
+    # A dict from the value of the key `kind` to the struct of the table; the value is empty for a table without kinds.
     kinds = tables_in(get_args(annotation)[0] if in_list else annotation)
     if not kinds:
         return
@@ -100,7 +110,7 @@ def _field_rows(section: type[msgspec.Struct]) -> Iterator[str]:
             default = "required"
         elif field.default is None:
             default = "none"
-        elif field.default is msgspec.NODEFAULT:
+        elif field.default is msgspec.NODEFAULT:  # not required, so a factory makes the default: an empty list or table
             default = "empty"
         else:
             default = f"`{show(field.default)}`"
@@ -176,12 +186,15 @@ def commands_page(parser: argparse.ArgumentParser) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the lines of the section of each command, with its subcommands."""
+    """Yield the lines of the section of each subcommand of `parser`, and of their subcommands.
+
+    Several commands have the same arguments. Only the first of these commands describes them; the others name it.
+    """
     for choices in parser._actions:
         if not isinstance(choices, argparse._SubParsersAction):
             continue
         helps = {action.dest: action.help for action in choices._choices_actions}
-        before: dict[str, list[str]] = {}
+        before: dict[str, list[str]] = {}  # rows of the commands so far, by the name of the command
         for name, command in choices.choices.items():
             yield f"## `{command.prog}`\n"
             yield f"{_sentence(helps[name])}\n"
@@ -247,7 +260,10 @@ def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
 
 
 def _worries() -> Iterator[str]:
-    """Yield a table of the columns that have a worry. Columns with the same words share a row."""
+    """Yield a table of the columns that have a *worry*, a text about the values at which a user should act.
+
+    Columns with the same texts share a row.
+    """
     together: dict[tuple[str, str], list[str]] = {}
     for column in (*columns("step"), *columns("evaluation")):
         if column.worry:

@@ -1,6 +1,9 @@
 """Hooks of mkdocs that add a page to the site for each file outside docs/ that the documents link to.
 
 mkdocs calls the two hooks by their names. The pages exist in the site only: no file is copied into the repository.
+
+A page of docs/ may have marks `<!-- api: MODULE -->` or `<!-- api: MODULE: NAME NAME -->`. In the site, the docstrings
+of the module or of these names appear there, by directives (`::: PATH`) of the plugin mkdocstrings.
 """
 
 from __future__ import annotations
@@ -50,7 +53,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _listed(module: str, names: str | None) -> str:
-    """Return directives of mkdocstrings for the given names of a module; None: for all its public names."""
+    """Return directives of mkdocstrings for names of a module. The arguments are the two parts of an `api` mark.
+
+    `names` has a colon and the names with spaces between them; None: all public names of the module. The name
+    `algorithms.OBJECTIVES` stands for the classes of all objectives, which are in several modules.
+    """
     if module == "algorithms.OBJECTIVES":
         paths = [path.replace(":", ".") for path in OBJECTIVES.values()]
     elif names:

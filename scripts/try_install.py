@@ -61,6 +61,10 @@ SHORT_TESTS = (
 run in one process, because the imports of each further process would take longer than the tests."""
 
 
+SHOWN_LINES, SHOWN_AFTER_FAILURE = 12, 60
+"""Numbers of last lines of a step's output that are printed: after a success, and after a failure."""
+
+
 class Python(NamedTuple):
     """An interpreter that Flash may run with."""
 
@@ -76,6 +80,7 @@ class Step(NamedTuple):
     name: str
     """Name of the step in the table."""
     command: list[str]
+    """Program and its arguments."""
 
 
 class Row(NamedTuple):
@@ -184,7 +189,7 @@ def identity(user: str | None) -> dict[str, Any]:
 
 
 def give(folder: Path, user: str) -> None:
-    """Make `user` the owner of a folder and of everything in it."""
+    """Make `user` the owner of a folder and of everything in it. Only root may do that. Links are not followed."""
     account = pwd.getpwnam(user)
     for place in (folder, *folder.rglob("*")):
         os.lchown(place, account.pw_uid, account.pw_gid)
@@ -199,6 +204,9 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
         short: True for a few unit tests instead of `make check`.
         work: empty folder of the trial, for the clone, the home folder and the log.
         user: ordinary user who runs the steps; None: the caller.
+
+    Raises:
+        subprocess.CalledProcessError: the repository cannot be cloned.
     """
     clone, home = work / "clone", work / "home"
     home.mkdir()
@@ -228,7 +236,8 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path, user: str |
             )
             log.seek(0)
             lines = log.read().splitlines()
-        sys.stdout.write("\n".join(lines[-60 if done.returncode else -12 :]) + "\n")
+        shown = SHOWN_AFTER_FAILURE if done.returncode else SHOWN_LINES
+        sys.stdout.write("\n".join(lines[-shown:]) + "\n")
         columns.append(f"{step.name} {time.monotonic() - start:.0f} s")
         if done.returncode:
             columns[-1] += f" FAILED ({done.returncode})"
