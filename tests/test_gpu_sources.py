@@ -1,4 +1,4 @@
-"""What is used of vLLM and torch is held against sources that cannot be imported."""
+"""Flash's uses of vLLM and torch are compared with sources of a build that cannot be imported."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ CHANGES = [
         *("    ) -> None: ...\n    def _group_start", "ProcessGroupNCCL", "too many positional arguments"),
     ),
 ]
-"""File, what it says, what it says instead, and of which use what is fault."""
+"""Changes of a source that are faults: file, text, text in its place, used attribute, and a part of the fault's
+description."""
 ALONE = (CHANGES[1], CHANGES[5])
-"""Those that others would hide: of the same function, or in another of torch's files."""
+"""Changes that are made apart from the others, which would hide them: they change the same function, or another file of
+torch."""
 
 
 def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
@@ -67,7 +69,7 @@ def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[gpu_sources.Row]]:
-    """The faults of sources with those changes, or with all others."""
+    """Return a function that finds the faults of sources with the changes of `ALONE` (True), or with all others."""
     folder = tmp_path_factory.mktemp("build")
     ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__", "models", "third_party", "include")
     for name in gpu_sources.NAMES:
@@ -75,6 +77,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[gpu
 
     @cache
     def faults(alone: bool) -> list[gpu_sources.Row]:
+        """Make the changes of one kind to the copied sources, and return the rows with faults. Undoes the changes."""
         changes = [change for change in CHANGES if (change in ALONE) == alone]
         for file, before, after, *_ in changes:
             text = (INSTALLED / file).read_text()
@@ -90,7 +93,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[gpu
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change[0]}: {change[3]}")
-def test_what_another_build_has_otherwise_is_named(
+def test_differences_of_another_build_are_named(
     other: Callable[[bool], list[gpu_sources.Row]], change: tuple[str, ...]
 ) -> None:
     *_, what, fault = change

@@ -22,11 +22,12 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "install.py"
 OLD_PYTHONS = [
     path for version in ("2.7", "3.6") for path in sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python"))
 ]
-"""Of this machine, which may have none."""
+"""Interpreters of this machine that are too old for Flash; it may have none."""
 
 
 def clone(folder):
-    """What an environment is made from, beside `flash.install`. Returns the environment."""
+    """Copy the files of a clone that its environment depends on to a folder. Returns the environment, which is not
+    made."""
     for path in (SCRIPT, SCRIPT.parents[1] / "pyproject.toml"):
         copy = folder / path.relative_to(SCRIPT.parents[1])
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def environment(tmp_path):
 
 @pytest.fixture
 def bare(environment, tmp_path, monkeypatch):
-    """That environment with pip and nothing else, and an index without a package for it."""
+    """Make the environment with pip and nothing else, and an index without a package for it."""
     for name in ("FIND_LINKS", "EXTRA_INDEX_URL", "CONSTRAINT", "NO_INDEX"):
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -77,7 +78,7 @@ def put_file(environment, name, text):
     file.write_text(text)
 
 
-def test_a_finished_environment_is_current_until_what_it_depends_on_changes(environment, tmp_path):
+def test_a_finished_environment_is_current_until_something_that_it_depends_on_changes(environment, tmp_path):
     assert not making.is_current(tmp_path)
     making.stamp(environment).write_text(making.fingerprint(tmp_path))
     assert making.is_current(tmp_path)
@@ -114,7 +115,7 @@ def test_a_finished_environment_is_not_current_in_another_folder(environment, tm
 
 
 @pytest.mark.integration
-def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(environment, tmp_path, capsys):
+def test_an_environment_that_was_moved_is_made_again_and_a_line_says_it(environment, tmp_path, capsys):
     there = tmp_path / "there" / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", there], check=True)
     shutil.rmtree(environment.folder)
@@ -142,6 +143,7 @@ def test_a_call_beside_another_one_says_what_it_waits_for(environment, tmp_path,
     made, let_go = threading.Event(), threading.Event()
 
     def fill(environment, cuda, clone):
+        """Wait for the test, in place of an installation."""
         made.set()
         let_go.wait()
 
@@ -191,6 +193,7 @@ def test_an_environment_that_is_a_link_to_another_clones_is_refused_and_not_chan
 
 def test_a_python_of_the_system_is_refused_with_how_to_make_an_environment(environment, capsys):
     def install():
+        """Complete an environment that is the Python of a system."""
         making.complete(None, dry_run=False, prefix="/usr", base="/usr")
 
     assert making.report(install) == 1
@@ -206,7 +209,7 @@ def test_builds_that_exclude_each_other_are_refused(arguments, capsys):
     assert "flash install" in capsys.readouterr().err
 
 
-def test_what_is_missing_or_has_another_version_is_listed_and_what_is_for_other_machines_is_not(tmp_path, capsys):
+def test_missing_packages_and_other_versions_are_listed_and_packages_of_other_machines_are_not(tmp_path, capsys):
     lock = tmp_path / "lock.txt"
     here, other = importlib.metadata.version("msgspec"), "0.0.1"
     lines = [f"msgspec=={here}", f"numpy=={other}", "no-such-package==1.0 ; python_full_version >= '3.10'"]
@@ -235,8 +238,8 @@ def test_pythons_that_are_too_old_to_read_the_rest_say_so_themselves(python):
     assert done.stderr.count("\n") == 1
 
 
-def test_what_refuses_an_old_python_can_be_read_by_any():
-    """As far as that shows here: nothing that came after Python 2.7."""
+def test_the_script_that_refuses_an_old_python_can_be_parsed_by_any():
+    """The script has no syntax that came after Python 2.7, as far as this Python can show it."""
     tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 4))
     new = (ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.AsyncFunctionDef, ast.Nonlocal, ast.Starred, ast.Match)
     assert not [node for node in ast.walk(tree) if isinstance(node, new)]
@@ -280,7 +283,7 @@ def test_a_network_that_is_missing_is_named(environment, told):
 
 
 @pytest.mark.integration
-def test_pip_says_so_of_an_index_that_cannot_be_reached(environment, bare, monkeypatch):
+def test_an_index_that_cannot_be_reached_is_reported(environment, bare, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(commands.InstallError, match="No connection"):
@@ -292,7 +295,7 @@ def test_commands_may_write_byte_code(environment, monkeypatch):
     environment.run("sh", "-c", 'test -z "${PYTHONDONTWRITEBYTECODE-}"')
 
 
-def test_what_a_user_switched_on_for_all_calls_of_pip_is_off(environment, monkeypatch):
+def test_options_that_a_user_has_set_for_all_calls_of_pip_are_off(environment, monkeypatch):
     monkeypatch.setenv("PIP_USER", "1")
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -306,7 +309,7 @@ def test_what_a_user_switched_on_for_all_calls_of_pip_is_off(environment, monkey
     assert not {"PIP_TARGET", "PYTHONPATH"} & seen.keys()
 
 
-def test_a_disk_that_is_too_small_is_refused_with_what_is_needed_and_where(environment):
+def test_a_disk_that_is_too_small_is_refused_with_the_needed_space(environment):
     with pytest.raises(
         commands.InstallError, match=r"\.venv takes 2000000\.5 GB while .* and 7\.0 GB afterwards; .* free"
     ):
@@ -326,7 +329,7 @@ def test_a_gpu_is_found_by_an_nvidia_smi_that_answers_in_time(environment, tmp_p
     assert packages.has_nvidia_gpu(tmp_path / "no-driver", timeout) is has
 
 
-def test_what_is_resolved_is_held_to_the_lock(environment):
+def test_resolved_requirements_are_constrained_by_the_lock(environment):
     environment.scratch.mkdir()
     lines = packages.constraints(environment).read_text().splitlines()
     assert len(lines) == sum(line[0].isalnum() for line in packages.LOCK.read_text().splitlines())
@@ -410,7 +413,7 @@ def test_a_cpu_build_that_is_installed_stays(environment, bare):
 
 
 @pytest.mark.integration
-def test_what_torch_requires_and_the_lock_has_not_is_found_in_its_own_metadata(environment, bare):
+def test_requirements_of_torch_that_the_lock_lacks_are_found_in_its_metadata(environment, bare):
     needs = ["nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'", "cuda-toolkit[cublas]==13.0.3"]
     other = ["typing_extensions>=4.10", "triton==3.7.1", "opt-einsum>=3.3; extra == 'opt-einsum'"]
     lines = "".join(f"Requires-Dist: {line}\n" for line in [*needs, *other])

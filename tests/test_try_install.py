@@ -25,6 +25,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def program(path: Path, text: str = "") -> Path:
+    """Write a shell script that can be run, and return its path."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -55,7 +56,7 @@ def test_an_interpreter_is_tried_unless_it_is_old_or_broken_or_of_an_environment
 
 
 @pytest.mark.integration
-def test_only_what_says_how_the_registry_is_reached_is_kept_of_the_settings(tried, tmp_path, monkeypatch):
+def test_only_settings_that_say_how_the_registry_is_reached_are_kept(tried, tmp_path, monkeypatch):
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://index.example/simple\nfind-links = /wheels\n")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -87,6 +88,7 @@ def test_a_folder_that_may_not_be_listed_has_no_programs(tried, tmp_path):
 
 
 def run_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run scripts/try_install.py with these arguments in the folder `cwd`."""
     command = [sys.executable, ROOT / "scripts" / "try_install.py", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 

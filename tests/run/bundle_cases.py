@@ -29,7 +29,7 @@ EVERY = 2
 
 
 def model_at(folder: Path, **options: Any) -> Path:
-    """Write a random model with a tokenizer."""
+    """Write a random model with a tokenizer to `folder`, and return the folder. `options` are settings of the model."""
     write_model(folder, tied=True, **options)
     save_tokenizer(folder, "envs.arithmetic:Arithmetic", {})
     return folder
@@ -62,7 +62,7 @@ def make_run(config: Config, steps: int) -> Path:
 
 
 def train(trainer: Trainer, directory: RunDirectory, steps: int, ranks: int = 1, rank: int = 0) -> None:
-    """Train the batches of the first steps. Rank 0 records them."""
+    """Train the batches of the first `steps` steps on one of `ranks` ranks. Rank 0 records batches and metrics."""
     for step in range(steps):
         batch = batch_of(step)
         metrics = trainer.train_step(run_to_end(split_into_shards(batch, ranks))[rank])
@@ -90,7 +90,8 @@ def members_of(bundle: Path) -> dict[str, bytes]:
 
 
 def packed(members: Mapping[str, bytes], file: Path, change: Callable[[tarfile.TarFile], None] | None = None) -> Path:
-    """Write an archive with right checksums. `change` adds further members in front of the checksums."""
+    """Write an archive of these members with right checksums to `file`, and return the file. `change` adds further
+    members in front of the checksums."""
     content = {name: data for name, data in members.items() if name != "SHA256SUMS"}
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in content.items())
     with file.open("wb") as out, tarfile.open(fileobj=out, mode="w:", format=tarfile.GNU_FORMAT) as archive:

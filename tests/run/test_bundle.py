@@ -66,7 +66,7 @@ class Made(NamedTuple):
     whole: Path
     """Step 3, which begins at the checkpoint of version 2."""
     light: Path
-    """The same step without weights."""
+    """Bundle of step 3 without weights."""
     folder: Path
     """Folder in which the run was."""
     batch: bytes
@@ -77,6 +77,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return bundles of a run of four steps, whose run directory and model are deleted."""
     folder, kept = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("kept")
     model = model_at(folder / "model")
     (model / ".env").write_text("TOKEN=SECRET-file")
@@ -96,7 +97,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def command(*words: object, code: int = 0) -> str:
-    """Run a command in this process, and return its output, or its error if it is to end with another code."""
+    """Run a command in this process, and check its exit code. Returns its output, or its error message if `code` is not
+    0."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main([str(word) for word in words]) == code, err.getvalue()
@@ -429,7 +431,7 @@ def test_a_model_with_code_of_its_own_is_refused_before_any_work(tmp_path: Path)
 
 
 def refusal(file: Path) -> str:
-    """Return the error of a file that is no whole bundle. There is one, and its class says so."""
+    """Return the error message for a file that is no whole bundle, and check its type and beginning."""
     with pytest.raises(FlashError) as error, open_bundle(file):
         pass
     assert type(error.value) is RecordingError
@@ -501,12 +503,14 @@ def test_a_size_beyond_the_file_is_refused_before_it_is_used(size: int, made: Ma
 
 
 def test_a_bundle_of_the_same_members_is_accepted(made: Made, tmp_path: Path) -> None:
-    """Otherwise the refusals of this file could have another cause than the one that they are about."""
+    """Show that the refusals of this file have no other cause than the change that each test makes."""
     with open_bundle(packed(members_of(made.whole), tmp_path / "step.flash")) as bundle:
         assert bundle.head.step == 3
 
 
 def in_config(old: str, new: str) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that replaces a text in the configuration of a bundle."""
+
     def change(members: dict[str, bytes]) -> None:
         text = members["config.toml"].decode()
         assert old in text
@@ -516,6 +520,8 @@ def in_config(old: str, new: str) -> Callable[[dict[str, bytes]], None]:
 
 
 def in_head(**fields: Any) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that changes fields in the head of a bundle."""
+
     def change(members: dict[str, bytes]) -> None:
         members["bundle.json"] = json.dumps(json.loads(members["bundle.json"]) | fields).encode()
 
@@ -523,6 +529,8 @@ def in_head(**fields: Any) -> Callable[[dict[str, bytes]], None]:
 
 
 def in_manifest(**fields: Any) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that changes fields of the trainer's numbers in the head of a bundle."""
+
     def change(members: dict[str, bytes]) -> None:
         manifest = json.loads(members["bundle.json"])["manifest"]
         in_head(manifest=manifest | fields)(members)
@@ -531,6 +539,9 @@ def in_manifest(**fields: Any) -> Callable[[dict[str, bytes]], None]:
 
 
 def in_batch(change: Callable[[list[Any]], None]) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that changes the decoded records of the batch of step 3: the head of the batch, and its
+    samples."""
+
     def apply(members: dict[str, bytes]) -> None:
         records = [msgspec.msgpack.decode(one) for one in read_frames(io.BytesIO(members["batches/step-000003.bin"]))]
         change(records)
@@ -543,10 +554,12 @@ def in_batch(change: Callable[[list[Any]], None]) -> Callable[[dict[str, bytes]]
 
 
 def huge_record(members: dict[str, bytes]) -> None:
+    """Append a header to the batch of step 3 that announces a record of 4 GB."""
     members["batches/step-000003.bin"] += struct.pack("<II", 2**32 - 1, 0)
 
 
 def without(name: str) -> Callable[[dict[str, bytes]], None]:
+    """Return a function that removes a member."""
     return lambda members: members.__delitem__(name)
 
 
@@ -596,6 +609,7 @@ def test_contents_that_do_not_fit_are_refused_with_right_checksums(kind: str, ma
 
 def test_tokens_and_states_that_the_model_does_not_have_are_refused(made: Made, tmp_path: Path) -> None:
     def beyond(records: list[Any]) -> None:
+        """Replace the first token of the first sample by one that the model does not have."""
         ids = records[1]["token_ids"]
         records[1]["token_ids"] = struct.pack("<i", 4000) + ids[4:]
 
@@ -634,7 +648,7 @@ def test_a_description_of_which_no_model_can_be_made_is_refused(
     assert "cannot load a causal language model" in told
 
 
-def test_what_is_no_bundle_needs_none_of_its_options(made: Made, tmp_path: Path) -> None:
+def test_options_of_a_bundle_are_refused_for_a_run_directory(made: Made, tmp_path: Path) -> None:
     step_folder(tmp_path, 0).mkdir(parents=True)
     assert "expected a bundle with them" in command("replay", tmp_path, "--trust", code=2)
     assert "there is no run" in command("replay", tmp_path / "gone.flash", code=2)

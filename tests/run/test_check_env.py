@@ -38,7 +38,7 @@ LIBC = ctypes.CDLL(None)
 LIBC.malloc.argtypes, LIBC.malloc.restype, LIBC.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 
 LEFT: list[Any] = []
-"""What faulty environments leave behind. Each test empties it."""
+"""Resources that faulty environments leave behind. Each test releases them and empties the list."""
 
 
 class Good:
@@ -48,6 +48,7 @@ class Good:
         self.answer = ""
 
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        """Return the prompt and the right answer of a problem. Derived classes change it."""
         one = 2 * rng.randrange(10_000) + held_out
         return f"Add {one} to 5000: ", str(one + 5000)
 
@@ -69,6 +70,7 @@ class Good:
 
 
 def make_config(env: type[object], **deadlines: float) -> Config:
+    """Return a configuration with an environment of this file, and with other deadlines in seconds."""
     tree = {
         "run": {"name": "test"},
         "model": {"path": "none"},
@@ -81,7 +83,8 @@ def make_config(env: type[object], **deadlines: float) -> Config:
 
 
 def found(check: checks.Check, env: type[object], seconds: float = 5.0, **deadlines: float) -> Finding:
-    """Return the finding of one check about an environment."""
+    """Return the finding of one check about an environment, which has `seconds` for its episodes. Releases afterwards
+    all resources that the environment has put into `LEFT`."""
 
     async def main() -> Finding:
         async with sharing("test"):
@@ -113,21 +116,27 @@ def test_an_environment_without_a_fault_passes_each_check(check: checks.Check) -
 
 
 class NoReward(Good):
+    """Returns None as its reward."""
+
     async def step(self, action: str) -> Any:
         return "", None, True, False, {}
 
 
 class NotMade(Good):
+    """Fails in its constructor."""
+
     def __init__(self) -> None:
         raise ValueError("no such game")
 
 
 class Hangs(Good):
+    """Hangs in `reset`."""
+
     async def reset(self, seed: int) -> Any:
         await anyio.sleep(60)
 
 
-def test_an_error_of_the_interface_has_the_words_of_the_dry_run() -> None:
+def test_an_error_of_the_interface_has_the_message_of_the_dry_run() -> None:
     finding = found(checks.interface, NoReward)
     assert finding.state == "failure"
     assert finding.text.startswith("reward_error: environment step (seed 0): the reward must be a finite number")
@@ -190,17 +199,21 @@ def test_an_error_of_a_class_method_is_a_failure_of_the_check_and_the_others_go_
 
 
 class Shared(Good):
+    """Has the same problems for training and for evaluations."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return super().draw(rng, held_out=False)
 
 
 class OneProblem(Good):
+    """Has one training problem and one held-out problem."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return f"Say {'no' if held_out else 'yes'}: ", "no" if held_out else "yes"
 
 
 class HiddenNumber(Good):
-    """Shows the same prompt for each problem, of which later turns tell more."""
+    """Shows the same prompt for each problem. Only later turns differ."""
 
     async def reset(self, seed: int) -> Any:
         self.turns = 0
@@ -212,7 +225,7 @@ class HiddenNumber(Good):
 
 
 async def play_and_compare(trial: Trial) -> Finding:
-    """Make the check of problems, as it is made after that of the interface."""
+    """Make the check `problems` after the check `interface`, whose episodes it reads."""
     await checks.interface(trial)
     return await checks.problems(trial)
 
@@ -236,11 +249,15 @@ def test_held_out_problems_that_are_trained_and_problems_that_are_all_alike_are_
 
 
 class OtherEachTime(Good):
+    """Draws another problem each time, whatever the seed."""
+
     async def reset(self, seed: int) -> Any:
         return await super().reset(random.randrange(1_000_000))
 
 
 class SharedGenerator(Good):
+    """Seeds Python's global generator, which parallel episodes share."""
+
     async def reset(self, seed: int) -> Any:
         random.seed(seed)
         await anyio.sleep(0.001)
@@ -248,6 +265,8 @@ class SharedGenerator(Good):
 
 
 class Hashed(Good):
+    """Draws its prompts with `hash`, which differs between processes."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return f"Say {hash(str(rng.random()))}: ", "x"
 
@@ -261,16 +280,22 @@ class HashedHeldOut(Good):
 
 
 class Clock(Good):
+    """Shows the time in seconds in its prompt."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return f"At {int(time.time())} say {rng.random()}: ", "x"
 
 
 class Today(Good):
+    """Shows the local date in its prompt."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         return f"On {time.strftime('%F')} say {rng.random()}: ", "x"
 
 
 class NoisyReward(Good):
+    """Gives a random reward."""
+
     async def step(self, action: str) -> Any:
         return "", random.random(), True, False, {}
 
@@ -285,6 +310,8 @@ class RewardsOnce(Good):
 
 
 class SlipsAnyhow(Good):
+    """Shows a random observation after each answer."""
+
     async def step(self, action: str) -> Any:
         self.turns = getattr(self, "turns", 0) + 1
         return f"{random.random()} ", 0.0, self.turns == 3, False, {}
@@ -312,6 +339,8 @@ def test_problems_and_rewards_that_change_are_named(env: type[object], state: st
 
 
 class UsesFlash(Good):
+    """Uses a name of the package `flash` itself."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         assert flash.HELD_OUT > 0  # a name of the package itself
         return super().draw(rng, held_out)
@@ -339,6 +368,8 @@ def test_a_file_of_the_user_with_the_name_of_a_standard_module_is_no_fault(
 
 
 class GivesInfinity(Good):
+    """Gives an infinite reward for the answer `inf`."""
+
     async def step(self, action: str) -> Any:
         return "", float("inf") if action == "inf" else 0.0, True, False, {}
 
@@ -353,21 +384,27 @@ def test_an_answer_that_raises_or_gives_no_number_is_named_with_the_type_of_its_
 
 
 class NeverRewards(Good):
+    """Rewards only an answer that is not the known one."""
+
     async def step(self, action: str) -> Any:
         return "", float(action == "so be it"), True, False, {}
 
 
 class RewardsAText(Good):
+    """Gives a text as the reward of a right answer."""
+
     async def step(self, action: str) -> Any:
         return "", "1.0" if action == self.answer else 0.0, True, False, {}
 
 
-def test_known_answers_that_fail_are_told_apart_from_those_without_a_reward() -> None:
+def test_known_answers_that_fail_are_reported_apart_from_known_answers_without_a_reward() -> None:
     finding = found(checks.rewards, RewardsAText)
     assert (finding.state, finding.advice) == ("failure", "each known answer fails: see the failures below")
 
 
 class HangsAfterSilence(Good):
+    """Hangs after an empty answer."""
+
     async def step(self, action: str) -> Any:
         if not action:
             await anyio.sleep(1000)
@@ -385,6 +422,8 @@ def test_the_answer_is_named_after_which_an_environment_hangs() -> None:
 
 
 class RewardsAnything(Good):
+    """Rewards every answer."""
+
     async def step(self, action: str) -> Any:
         return "", 1.0, True, False, {}
 
@@ -406,6 +445,8 @@ class Costs(Good):
 
 
 class CostsButSilence(Good):
+    """Takes 1 for a wrong answer, but not for an empty one, and gives 0 otherwise."""
+
     async def step(self, action: str) -> Any:
         return "", float(action in ("", self.answer)) - 1, True, False, {}
 
@@ -429,6 +470,8 @@ class HiddenOptions(Good):
 
 
 class Contains(Good):
+    """Rewards each answer that contains the right one, which the prompt contains, too."""
+
     def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
         one = rng.randrange(100)
         return f"What is {one} + 0 + {held_out:d} · 1000?", str(one + 1000 * held_out)
@@ -438,11 +481,15 @@ class Contains(Good):
 
 
 class RewardsForm(Good):
+    """Gives a quarter of the reward for the form of an answer."""
+
     async def step(self, action: str) -> Any:
         return "", 0.25 * ("\\boxed{" in action) + (self.answer in action.split()), True, False, {}
 
 
 class RewardsSilence(Good):
+    """Rewards an empty answer like a right one."""
+
     async def step(self, action: str) -> Any:
         return "", float(not action or action == self.answer), True, False, {}
 
@@ -469,12 +516,16 @@ def test_a_reward_without_an_answer_is_named(env: type[object], state: str, said
 
 
 class Slow(Good):
+    """Takes 0.2 s for each step, without blocking."""
+
     async def step(self, action: str) -> Any:
         await anyio.sleep(0.2)
         return await super().step(action)
 
 
 class Blocks(Good):
+    """Blocks the event loop for 0.15 s in each step."""
+
     async def step(self, action: str) -> Any:
         time.sleep(0.15)  # noqa: ASYNC251 - this is the fault
         return await super().step(action)
@@ -496,18 +547,24 @@ def test_slow_calls_are_measured_and_calls_that_block_the_event_loop_are_named()
 
 
 class LeaksFiles(Good):
+    """Opens a file in each episode, and does not close it."""
+
     async def reset(self, seed: int) -> Any:
         LEFT.append(open(__file__))  # noqa: SIM115, ASYNC230 - this is the fault
         return await super().reset(seed)
 
 
 class LeaksTasks(Good):
+    """Starts a task in each episode, and does not cancel it."""
+
     async def reset(self, seed: int) -> Any:
         self.background = asyncio.create_task(asyncio.sleep(1000))
         return await super().reset(seed)
 
 
 class LeaksThreads(Good):
+    """Starts a thread in each episode that does not end."""
+
     async def reset(self, seed: int) -> Any:
         LEFT.append(event := threading.Event())
         threading.Thread(target=event.wait, daemon=True, name="mine").start()
@@ -515,12 +572,16 @@ class LeaksThreads(Good):
 
 
 class LeaksProcesses(Good):
+    """Starts a process in each of the first 200 episodes, and does not end it."""
+
     async def close(self) -> None:
         if len(LEFT) < 200:
             LEFT.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220 - this is the fault
 
 
 class LeaksMemory(Good):
+    """Keeps 100 kB of each episode."""
+
     async def reset(self, seed: int) -> Any:
         LEFT.append(bytearray(b"x") * 100_000)
         return await super().reset(seed)
@@ -535,13 +596,15 @@ class LeaksMemory(Good):
         (LeaksProcesses, "child processes (sleep)"),
     ],
 )
-def test_what_an_episode_leaves_behind_is_counted_and_named(env: type[object], said: str) -> None:
+def test_resources_that_an_episode_leaves_behind_are_counted_and_named(env: type[object], said: str) -> None:
     finding = found(checks.leaks, env, 0.4)
     assert finding.state == "failure"
     assert said in finding.text
 
 
 class LeaksFolders(Good):
+    """Makes a temporary folder in each episode, and does not remove it."""
+
     async def reset(self, seed: int) -> Any:
         tempfile.mkdtemp()
         return await super().reset(seed)
@@ -556,6 +619,8 @@ def test_temporary_files_that_remain_after_each_episode_are_a_warning() -> None:
 
 
 class LeaksLittle(Good):
+    """Keeps a hundred small objects of each step."""
+
     async def step(self, action: str) -> Any:
         LEFT.append([object() for _ in range(100)])
         return await super().step(action)
@@ -612,7 +677,7 @@ def test_the_line_is_named_that_makes_the_objects_that_remain() -> None:
     assert finding.text.endswith(f", most of it made at {__file__}:{LeaksLittle.step.__code__.co_firstlineno + 1}")
 
 
-def test_growth_is_that_of_most_batches_whatever_a_few_take_or_give_back() -> None:
+def test_growth_of_memory_leaves_out_the_largest_and_the_smallest_steps() -> None:
     sizes = [*range(0, 100_000, 5000)]
     assert growth_without_jumps(sizes) == 5000
     assert growth_without_jumps([*sizes[:7], *(size - 900_000 for size in sizes[7:])]) == 5000
@@ -637,6 +702,8 @@ def test_a_cache_of_problems_and_a_table_that_grows_once_are_no_leaks() -> None:
 
 
 class CancelledLeaksFile(Good):
+    """Leaves a file open if its `step` is cancelled."""
+
     async def step(self, action: str) -> Any:
         file = open(__file__)  # noqa: SIM115, ASYNC230 - this is the fault
         LEFT.append(file)
@@ -646,6 +713,8 @@ class CancelledLeaksFile(Good):
 
 
 class CancelledLeaksTask(Good):
+    """Leaves a task behind if its `close` is cancelled."""
+
     async def reset(self, seed: int) -> Any:
         self.ready = asyncio.create_task(asyncio.sleep(5))
         await asyncio.wait([self.ready], timeout=0.001)
@@ -657,6 +726,8 @@ class CancelledLeaksTask(Good):
 
 
 class Swallows(Good):
+    """Catches the cancellation of its `step`, and returns a result."""
+
     async def step(self, action: str) -> Any:
         try:
             await asyncio.sleep(0.001)
@@ -728,7 +799,7 @@ def test_an_environment_that_cleans_up_may_be_cancelled_at_each_await(env: type[
 
 
 class Blocking:
-    """Is as `Good`, with methods that block."""
+    """Environment like `Good`, with plain methods that block."""
 
     def __init__(self) -> None:
         self.good = Good()
@@ -801,6 +872,8 @@ def test_examples_that_take_long_are_made_only_while_there_is_time() -> None:
 
 
 class TaughtInAChat(Taught):
+    """Shows the prompts of `Taught` as chat messages."""
+
     async def reset(self, seed: int) -> Any:
         shown, info = await super().reset(seed)
         return [{"role": "user", "content": shown}], info
@@ -875,6 +948,8 @@ def test_a_training_ends_when_the_command_that_has_started_it_is_killed(tmp_path
 
 
 class Forever(Good):
+    """Hangs in `reset` with seed 7."""
+
     async def reset(self, seed: int) -> Any:
         if seed == 7:
             await anyio.sleep(1000)
@@ -895,6 +970,8 @@ def test_a_check_without_a_result_in_its_time_is_a_warning_and_the_others_go_on(
 
 
 class NeverStarts(Good):
+    """Hangs in each `reset`."""
+
     async def reset(self, seed: int) -> Any:
         await anyio.sleep(1000)
 

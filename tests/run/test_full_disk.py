@@ -49,14 +49,14 @@ SIZE = 4 << 20
 
 
 class Words:
-    """A tokenizer."""
+    """Tokenizer for the recorder, which shows the same text for each token."""
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return ["word"] * len(token_ids)
 
 
 class Incarnation:
-    """What the first node's process writes in one incarnation of a run: all but the ranks' part of a checkpoint."""
+    """Writer of a first node's files in one incarnation of a run: all but the ranks' part of a checkpoint."""
 
     def __init__(self, config: Config, kept: Restored, *, resumed: bool) -> None:
         version, state = (0, None) if kept.state is None else (kept.state.version, kept.state.buffer)
@@ -69,7 +69,8 @@ class Incarnation:
         self.buffer: SampleBuffer = buffer_of(self.journal, state, version)
 
     async def to(self, last: int, disk: SmallDisk, fills: tuple[int, int] | None) -> None:
-        """Train up to this version. `fills`: at which step the disk fills up, and the bytes that it takes then."""
+        """Train up to version `last`. `fills`: the step at which the disk fills up, and the bytes that are free then;
+        None: it does not fill up."""
         async with unwrapped_group() as tasks:
             tasks.start_soon(self.journal.run)
             with self.recorder:
@@ -83,6 +84,7 @@ class Incarnation:
             tasks.cancel_scope.cancel()
 
     async def step(self) -> None:
+        """Sample and train one step, and record it like the first node."""
         step = self.version
         if not self.buffer.has_round(step):
             finish_all(self.buffer, lease_all(self.buffer, step), step)
@@ -95,6 +97,7 @@ class Incarnation:
         await self.journal.written()
 
     async def checkpoint(self) -> None:
+        """Write a checkpoint of the present version, which has only the hub's state, and delete old ones."""
         folder = step_folder(self.run_dir, self.version)
         aside = temporary_of(folder)
         self.recorder.ledger(self.buffer.samples.totals())
@@ -143,14 +146,14 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
 
 
 def whole_since(version: int, incarnation: Incarnation) -> int:
-    """The first step since this version of which the disk has not all."""
+    """Return the first step from `version` on of which a row of metrics or the batch is missing."""
     directory = incarnation.recorder.directory
     rows, batches = {row["step"] for row in directory.read_metrics()}, set(recorded_steps(directory.batches))
     return next(step for step in range(version, STEPS + 1) if step not in rows & batches)
 
 
 def all_is_there(incarnation: Incarnation) -> None:
-    """Rows and samples of all steps, each once."""
+    """Check that rows and samples of all steps are there, each once."""
     directory = incarnation.recorder.directory
     assert [row["step"] for row in directory.read_metrics()] == list(range(STEPS))
     assert [sample.step for sample in directory.read_samples()] == [step for step in range(STEPS) for _ in range(4)]

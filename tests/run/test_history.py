@@ -1,4 +1,4 @@
-"""What a run directory gives to trainer ranks that start again."""
+"""Files of a run directory from which trainer ranks start again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ pytestmark = pytest.mark.anyio
 
 
 class NoText:
+    """Tokenizer that shows no texts."""
+
     def token_texts(self, token_ids: object) -> list[str]:
         return []
 
 
 def make_config(folder: Path) -> Config:
+    """Return a configuration whose run directory is `folder/run`."""
     tables = {
         "run": {"name": "run", "output_dir": str(folder), "log_samples": 0},
         "model": {"path": "none"},
@@ -38,13 +41,14 @@ def make_config(folder: Path) -> Config:
 
 
 def checkpoint(folder: Path, version: int) -> Path:
+    """Write an empty checkpoint of a version, and return its folder."""
     path = step_folder(folder / "run", version)
     path.mkdir(parents=True)
     (path / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [])))
     return path
 
 
-async def test_ranks_start_from_the_newest_checkpoint_and_are_given_what_was_recorded_since(tmp_path: Path) -> None:
+async def test_ranks_start_from_the_newest_checkpoint_and_get_the_batches_recorded_since(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
         past = RecordedHistory(config.run_dir, recorder)
@@ -74,13 +78,14 @@ async def test_a_batch_that_is_missing_or_damaged_is_named(tmp_path: Path) -> No
 
 
 def record(recorder: Recorder, steps: int) -> None:
-    """What a run of so many steps leaves."""
+    """Record the batches and the rows of metrics of `steps` steps."""
     for step in range(steps):
         recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
         recorder.directory.append_metrics({"step": step})
 
 
 def changed(config: Config, table: str, **values: Any) -> Config:
+    """Return the configuration with other values in one table."""
     return msgspec.structs.replace(config, **{table: msgspec.structs.replace(getattr(config, table), **values)})
 
 
@@ -174,6 +179,7 @@ async def test_weights_are_the_same_where_their_fingerprints_are(tmp_path: Path)
     config = make_config(tmp_path)
 
     def published(port: int, *sums: int) -> Published:
+        """Return a publication of weights with this port and these checksums."""
         return Published(1, "tcp", encode_update(UpdateInfo({"port": port}, list(sums))), Canary([1], []))
 
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.anyio
 
 
 def at_once() -> None:
-    """Nothing is recorded beside the state."""
+    """Wait for no records: nothing is recorded beside the state."""
 
 
 def large_state() -> HubState:
-    """Of several slices: a few megabytes of finished samples."""
+    """Return a state of several slices: a few megabytes of finished samples."""
     buffer = make_buffer(batch=16, group=4)
     leases = lease_all(buffer, 0)
     for lease in leases[:16]:
@@ -44,7 +44,7 @@ def large_state() -> HubState:
     return HubState(3, buffer.samples.snapshot(), journal=0)
 
 
-async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksum_that_were_told(
+async def test_a_state_of_many_pieces_is_read_back_equal_with_the_reported_size_and_checksum(
     tmp_path: Path,
 ) -> None:
     state, folder = large_state(), step_folder(tmp_path, 3)
@@ -52,6 +52,7 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
     lengths: list[int] = []
 
     def watched() -> Generator[bytearray]:
+        """Yield the pieces of the state, and note their lengths."""
         for piece in encoded_pieces(state):
             lengths.append(len(piece))
             yield piece
@@ -67,7 +68,7 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
     assert read_hub_state(folder, make_config()) == state
 
 
-async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Path) -> None:
+async def test_a_state_that_cannot_be_written_is_reported_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"the hub cannot write its state to .*\.tmp-step-000003/hub\.bin: .*No such"
     ):
@@ -85,7 +86,7 @@ async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Pa
     assert not [target for link in links if link.is_symlink() and str(tmp_path) in (target := os.readlink(link))]
 
 
-async def test_a_checkpoint_waits_for_what_belongs_to_the_steps_before_and_fails_with_it(tmp_path: Path) -> None:
+async def test_a_checkpoint_waits_for_the_records_of_earlier_steps_and_fails_with_them(tmp_path: Path) -> None:
     aside = temporary_of(step_folder(tmp_path, 3))
     aside.mkdir(parents=True)
 

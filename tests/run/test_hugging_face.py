@@ -1,4 +1,4 @@
-"""A hub id that leads nowhere is told before any work, by what the hub and its cache say."""
+"""Hub ids without a model: they are reported before any work, from the answers of the hub and its cache."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ANSWERS = {
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """Says of a file what a hub says, in the headers."""
+    """Server that answers questions about files like a hub, in the headers."""
 
     def do_HEAD(self) -> None:
+        """Answer with the code and the error of `ANSWERS` for the path; 500 for other paths."""
         code, error = next((answer for path, answer in ANSWERS.items() if self.path.startswith(path)), (500, ""))
         self.send_response(code)
         headers = {"X-Error-Code": error} if error else {"ETag": "1", "X-Repo-Commit": "1", "Content-Length": "2"}
@@ -36,6 +37,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Generator[str]:
+    """Start a `FakeHub`, and return its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -61,7 +63,7 @@ def test_a_model_that_the_hub_has_is_taken(endpoint: str, tmp_path: Path) -> Non
         ("a--b", "there is no folder a--b here, and it can be no hub id ("),
     ],
 )
-def test_what_the_hub_does_not_give_is_told(model: str, told: str, endpoint: str, tmp_path: Path) -> None:
+def test_a_model_that_the_hub_does_not_give_is_reported(model: str, told: str, endpoint: str, tmp_path: Path) -> None:
     fault = hugging_face_fault(model, cache=tmp_path, endpoint=endpoint)
     assert told.format(cache=tmp_path, endpoint=endpoint) in fault
 

@@ -1,4 +1,4 @@
-"""What is said of an interrupt: at once, and at the end where not all was done."""
+"""Messages after an interrupt: at once, and at the end if some work was cut short."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tests.hub.test_hub import Driver, make_config
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "; Ctrl-C again ends it now"), (signal.SIGTERM, "")])
-async def test_the_first_signal_is_answered_at_once_with_what_is_still_done(number: int, again: str) -> None:
+async def test_the_first_signal_is_answered_at_once_with_the_work_that_is_left(number: int, again: str) -> None:
     driver, said, heard = Driver(make_config()), list[str](), anyio.Event()
 
     def tell(text: str) -> None:
+        """Keep a message, and set `heard`."""
         said.append(text)
         heard.set()
 
@@ -63,12 +64,13 @@ def test_an_interrupt_reaches_the_processes_of_a_launcher_that_was_started_with_
 
 
 def config_of(folder: Path, **checkpoint: str) -> Config:
+    """Return a configuration whose run directory is in `folder`, with settings of `[checkpoint]`."""
     config = make_config()
     run = msgspec.structs.replace(config.run, output_dir=str(folder))
     return msgspec.structs.replace(config, run=run, checkpoint=msgspec.convert(checkpoint, CheckpointConfig))
 
 
-def test_what_was_cut_short_is_said_with_what_is_kept(tmp_path: Path) -> None:
+def test_work_that_was_cut_short_is_reported_with_the_state_that_is_kept(tmp_path: Path) -> None:
     said = describe_cut("finishing step 12 and writing a checkpoint", config_of(tmp_path))
     assert said == (
         "interrupted: finishing step 12 and writing a checkpoint takes more than 60 s (deadlines.shutdown); "
@@ -77,9 +79,7 @@ def test_what_was_cut_short_is_said_with_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [{"journal": "off"}, {"batches": "none"}])
-def test_without_journal_or_batches_the_newest_checkpoint_is_what_is_kept(
-    tmp_path: Path, checkpoint: dict[str, str]
-) -> None:
+def test_without_journal_or_batches_the_newest_checkpoint_is_kept(tmp_path: Path, checkpoint: dict[str, str]) -> None:
     config = config_of(tmp_path, **checkpoint)
     assert describe_cut("x", config).endswith("; no checkpoint is there yet, and --resume starts from the beginning")
     (config.run_dir / "checkpoints" / "step-000010").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How a node joins a run: who is refused before anything starts, and what its launcher does with ends of its loop."""
+"""Joining of a node: refusals before anything starts, and how its launcher handles ends of its loop."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ Do = Callable[[], Awaitable[int]]
 
 
 class Told(Processes):
-    """Node loops that end as they are told."""
+    """Processes of a node loop with given exit codes, one after the other. A function is awaited for its code."""
 
     def __init__(self, ends: Sequence[int | Do]) -> None:
         super().__init__()
         self.ends = list(ends)
 
     async def run(self, role: str, file: Path, *_: Any) -> list[EndedProcess]:
+        """Return the next end. Replaces `Processes.run`."""
         assert await anyio.Path(file).is_file()
         end = self.ends.pop(0)
         return [EndedProcess(0, 7, end if isinstance(end, int) else await end())]
 
 
 class Loops(JoinedLoop):
-    """The loop of a node that joins, whose processes end as they are told."""
+    """Loop of a joining node whose processes are a `Told`."""
 
     def __init__(self, place: HubPlace, own: Config | None, folder: Path, *ends: int | Do) -> None:
         super().__init__(place, folder, own=own)
         self.processes = Told(ends)
 
     async def run(self) -> End:
+        """Keep the loop running to its end."""
         return await self.keep_running(anyio.Event())
 
 
 class Job:
-    """A run directory, in which hubs may live one after the other."""
+    """Run directory in which hubs may live one after the other."""
 
     def __init__(self, folder: Path, **cluster: Any) -> None:
         run = {"name": "run", "output_dir": str(folder)}
@@ -67,6 +69,8 @@ class Job:
 
     @asynccontextmanager
     async def hub(self, given: str | None = None, **more: Any) -> AsyncGenerator[Hub]:
+        """Serve a hub while the block runs, announced in the run directory. `given` is the token in hexadecimal, `more`
+        are arguments of `Hub`. `at` is then its address."""
         hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, origin=RunOrigin(launch="7.1"), **more)
         gate = Gate(hub, self.config)
 
@@ -96,6 +100,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Return a run directory without a hub, and set the variables that a launcher sets."""
     monkeypatch.delenv("FLASH_TOKEN", raising=False)
     for name in ("FLASH_LAUNCHER", "OMP_NUM_THREADS", "FLASH_IMPORT_PATH"):
         monkeypatch.setenv(name, "1")
@@ -103,6 +108,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 async def refusal(launch: Loops) -> str:
+    """Return the message of the FlashError with which a loop ends."""
     with pytest.raises(FlashError) as caught:
         await launch.run()
     return str(caught.value)
@@ -137,7 +143,7 @@ async def test_a_wrong_token_or_none_is_one_clear_error(
         assert "FLASH_TOKEN differs between the hosts" in await refusal(Loops(job.place, None, tmp_path))
 
 
-async def test_a_node_with_another_configuration_than_the_hub_is_told_the_key(job: Job, tmp_path: Path) -> None:
+async def test_a_node_with_another_configuration_than_the_hub_is_refused_with_the_key(job: Job, tmp_path: Path) -> None:
     train = msgspec.structs.replace(job.config.train, learning_rate=0.5)
     async with job.hub():
         words = await refusal(Loops(job.place, msgspec.structs.replace(job.config, train=train), tmp_path))
@@ -151,7 +157,7 @@ async def test_a_run_at_its_end_is_not_joined(job: Job, tmp_path: Path) -> None:
         assert await Loops(job.place, job.config, tmp_path).run() == 0, "a job's own node had nothing to do"
 
 
-async def test_what_differs_between_machines_is_no_other_configuration(job: Job) -> None:
+async def test_keys_that_describe_the_machine_may_differ_between_nodes(job: Job) -> None:
     mine, theirs = make_config(), make_config(cluster={"gpus_per_node": 4, "node_cpus": [3]}, run={"name": "test"})
     plain = [msgspec.to_builtins(config) for config in (mine, theirs)]
     refuse_another(*plain)
@@ -175,13 +181,14 @@ async def test_a_node_loop_that_dies_is_started_again_so_often_as_the_run_allows
         assert await Loops(job.place, job.config, tmp_path, End.FINAL).run() == End.FINAL
 
 
-async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else_starts_again(
+async def test_a_node_waits_for_the_first_hub_and_for_the_next_one(
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[int] = []
     ended, again = anyio.Event(), anyio.Event()
 
     async def first() -> int:
+        """End with the loss of the hub, once `again` is set."""
         seen.append(1)
         ended.set()
         await again.wait()
@@ -192,6 +199,7 @@ async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else
     over = anyio.Event()
 
     async def run() -> None:
+        """Run the loop, and keep its end."""
         codes.append(await launch.run())
         over.set()
 
@@ -224,6 +232,7 @@ async def test_a_hub_that_never_comes_is_named(job: Job, tmp_path: Path) -> None
 @pytest.mark.parametrize("how", ["in order", "with an error"])
 async def test_a_node_without_its_hub_notices_that_the_run_has_ended(job: Job, tmp_path: Path, how: str) -> None:
     async def lost() -> int:
+        """End with the loss of the hub, once it is gone."""
         stop.set()
         await stopped.wait()
         return End.WITH_PEER
@@ -233,6 +242,7 @@ async def test_a_node_without_its_hub_notices_that_the_run_has_ended(job: Job, t
     codes: list[int | str] = []
 
     async def run() -> None:
+        """Run the loop, and keep its end or its error message."""
         if how == "in order":
             codes.append(await launch.run())
         else:

@@ -34,12 +34,13 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Return a run directory without a hub."""
     monkeypatch.delenv("FLASH_TOKEN", raising=False)
     return Job(tmp_path)
 
 
 class Fakes(JoinedNode):
-    """A node whose engine is a fake one."""
+    """Joined node with one fake engine. `step_s`: seconds of a step of its environment."""
 
     def __init__(self, config: Config, order: ProcessOrder, step_s: float) -> None:
         super().__init__(config, order, None)
@@ -59,6 +60,7 @@ class Fakes(JoinedNode):
 
 
 def node_of(job: Job, step_s: float = 0.0) -> Fakes:
+    """Return a node that joins the run of `job` as node 1. `step_s`: seconds of a step of its environment."""
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
     return Fakes(config, ProcessOrder(1, place=job.place, digest=config_digest(dump(job.config))), step_s)
@@ -81,10 +83,11 @@ async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
             return
 
 
-async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_the_engines_of_a_node_outlive_the_hub(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
     one = node_of(job)
 
     async def run(all_of_it: anyio.CancelScope) -> None:
+        """Run the node, and cancel everything at its end."""
         await one.run()
         all_of_it.cancel()
 
@@ -111,6 +114,8 @@ async def test_a_node_whose_hub_ends_while_the_engines_start_says_when_it_makes_
     one, begun, loaded = node_of(job), anyio.Event(), anyio.Event()
 
     class Loading(FakeEngine):
+        """Engine whose start lasts until `loaded` is set."""
+
         async def start(self) -> None:
             begun.set()
             await loaded.wait()
@@ -131,12 +136,13 @@ async def test_a_node_whose_hub_ends_while_the_engines_start_says_when_it_makes_
     assert "goes on" not in out
 
 
-async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
+async def test_a_node_delivers_the_samples_of_one_hub_to_the_next_hub(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one, journal = node_of(job, step_s=2.0), MemoryJournal()
 
     async def run(all_of_it: anyio.CancelScope) -> None:
+        """Run the node, and cancel everything at its end."""
         await one.run()
         all_of_it.cancel()
 
@@ -173,6 +179,7 @@ async def test_a_node_that_leaves_is_not_started_again_if_its_hub_is_lost_meanwh
     one, ends, ended = node_of(job, step_s=30.0), list[End](), anyio.Event()
 
     async def run() -> None:
+        """Run the node, and keep its end."""
         ends.append(await one.run())
         ended.set()
 
@@ -191,7 +198,7 @@ async def test_a_node_that_leaves_is_not_started_again_if_its_hub_is_lost_meanwh
 
 
 async def lent(hub: RealHub) -> list[int]:
-    """The leases that a node has after a while."""
+    """Wait until a node has leases, and return their numbers."""
     while True:
         await anyio.sleep(0.5)
         if hub.samples.leases.out:
@@ -199,7 +206,7 @@ async def lent(hub: RealHub) -> list[int]:
 
 
 async def all_home(hub: RealHub, leases: list[int]) -> None:
-    """Wait until all of these have brought something home."""
+    """Wait until each of these leases has been answered with a result."""
     while True:
         await anyio.sleep(0.01)
         if not any(map(hub.samples.leases.out.__contains__, leases)):
@@ -207,7 +214,7 @@ async def all_home(hub: RealHub, leases: list[int]) -> None:
 
 
 async def said(capfd: pytest.CaptureFixture[str], words: str) -> str:
-    """Wait until the node says this, on either stream; all that was said until then."""
+    """Wait until the node prints `words` to standard output or error. Returns all that was printed until then."""
     text = ""
     while True:
         await anyio.sleep(0.01)
@@ -222,6 +229,7 @@ async def test_a_node_whose_engines_are_newer_than_the_next_hub_starts_again(
     one, ends, ended = node_of(job), list[End](), anyio.Event()
 
     async def run() -> None:
+        """Run the node, and keep its end."""
         ends.append(await one.run())
         ended.set()
 

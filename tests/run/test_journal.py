@@ -32,16 +32,19 @@ pytestmark = pytest.mark.anyio
 
 
 def config_of(run_dir: Path, journal: str = "write") -> Config:
+    """Return a configuration of a run in `run_dir`, with steps of two groups of two samples. `journal`:
+    `checkpoint.journal`."""
     run = {"name": run_dir.name, "output_dir": str(run_dir.parent)}
     return make_config(run=run, train={"batch_size": 4}, rollout={"group_size": 2}, checkpoint={"journal": journal})
 
 
 def buffer_of(journal: FileJournal, state: BufferState | None = None, step: int = 0) -> SampleBuffer:
+    """Return a buffer of samples of version `step` that writes a journal."""
     return make_buffer(alpha=1, batch=4, group=2, state=state, step=step, journal=journal)
 
 
 class Incarnation:
-    """A buffer that writes its journal."""
+    """Buffer of samples of one process of the hub, which writes its journal."""
 
     def __init__(self, run_dir: Path, kept: Restored | None = None, *, to_disk: bool = False) -> None:
         state = None if kept is None else kept.state
@@ -54,17 +57,19 @@ class Incarnation:
         self._held: list[Lease] = []
 
     def deliver(self, number: int, version: int = 0) -> None:
+        """Lease all tasks that may be leased, and deliver samples of `version` for the first `number` open leases."""
         self._held += lease_all(self.buffer, version)
         finish_all(self.buffer, self._held[:number], version)
         del self._held[:number]
 
     def step(self, step: int) -> None:
+        """Sample and train one step."""
         self.deliver(100, step)
         assert self.buffer.next_round(step) is not None
         self.buffer.commit(step)
 
     def checkpoint(self, version: int) -> Path:
-        """As the trainer ranks write it, with nothing but the hub's part."""
+        """Write a checkpoint that has only the hub's part, and return its folder."""
         folder = step_folder(self.run_dir, version)
         folder.mkdir(parents=True)
         state = HubState(version, self.buffer.samples.snapshot(), self.journal.begin(version))
@@ -76,7 +81,8 @@ class Incarnation:
 
 @asynccontextmanager
 async def written(incarnation: Incarnation) -> AsyncGenerator[Incarnation]:
-    """All that is recorded inside the block is written at its end; then the hub's process dies."""
+    """Run the journal while the block runs. At the end all records are written, and then the journal is cancelled, as
+    when the hub's process dies."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(incarnation.journal.run)
         yield incarnation
@@ -87,12 +93,14 @@ async def written(incarnation: Incarnation) -> AsyncGenerator[Incarnation]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
+    """Return an empty run directory."""
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
 
 
 def files(run_dir: Path) -> list[str]:
+    """Return the sorted names of the journal's files."""
     return sorted(file.name for file in journal_folder(run_dir).iterdir())
 
 
@@ -223,7 +231,7 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
     assert again.state.buffer.ledger.generated_tokens == second.buffer.samples.ledger.generated_tokens
 
 
-async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_set_aside(run_dir: Path) -> None:
+async def test_a_file_of_another_checkpoint_in_the_journals_place_is_reported_and_set_aside(run_dir: Path) -> None:
     async with written(Incarnation(run_dir)) as incarnation:
         incarnation.step(0)
         await incarnation.journal.written()
@@ -242,7 +250,7 @@ async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_se
     assert f"damaged-{second.name}" in files(run_dir)
 
 
-async def test_steps_that_the_journal_has_lost_are_told_before_they_are_done_again(run_dir: Path) -> None:
+async def test_steps_that_the_journal_has_lost_are_reported_before_they_are_done_again(run_dir: Path) -> None:
     directory = RunDirectory.open(run_dir, dump(config_of(run_dir)), resume_at=0)
     async with written(Incarnation(run_dir)) as incarnation:
         incarnation.step(0)
@@ -276,7 +284,7 @@ def test_damaged_files_of_one_name_are_all_kept(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-async def test_a_journal_that_is_deleted_or_replaced_in_mid_run_is_told_of_once_and_the_next_checkpoint_begins_again(
+async def test_a_journal_that_is_deleted_or_replaced_in_mid_run_is_reported_once_and_the_next_checkpoint_begins_another(
     run_dir: Path, replaced: bool
 ) -> None:
     incarnation = Incarnation(run_dir)
@@ -301,7 +309,7 @@ async def test_a_journal_that_is_deleted_or_replaced_in_mid_run_is_told_of_once_
     assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.samples.ledger.generated_tokens
 
 
-async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run_dir: Path) -> None:
+async def test_a_full_disk_is_reported_once_and_the_next_checkpoint_begins_another_journal(run_dir: Path) -> None:
     incarnation = Incarnation(run_dir)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with written(incarnation):
@@ -375,7 +383,7 @@ async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> N
         restore_hub_state(None, other)
 
 
-async def test_nobody_waits_for_a_journal_that_is_closed(tmp_path: Path) -> None:
+async def test_waiting_for_a_closed_journal_is_an_error(tmp_path: Path) -> None:
     one = Incarnation(tmp_path / "run")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(one.journal.run)

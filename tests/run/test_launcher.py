@@ -1,4 +1,4 @@
-"""What a launch is told of its place in the job, what it says, and what is said after an interrupt."""
+"""Launches: their place in the job, their first line, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flash.run.processes.rendezvous import hub_place
 
 
 def make_config(**tables: dict[str, Any]) -> Config:
+    """Return a small configuration without GPUs, with changed tables."""
     base: dict[str, Any] = {
         "run": {"name": "test"},
         "model": {"path": "fake"},
@@ -31,7 +32,7 @@ def make_config(**tables: dict[str, Any]) -> Config:
     return msgspec.convert(base | tables, Config)
 
 
-def test_what_is_about_to_start_is_said() -> None:
+def test_the_processes_that_are_about_to_start_are_named() -> None:
     assert describe_start(make_config(), 0) == "starting processes for 1 trainer rank and 1 engine"
 
 
@@ -60,9 +61,7 @@ def test_a_job_of_another_size_than_the_configuration_says_is_refused() -> None:
         ("FLASH_TOKEN", "secret", "expected at least 32 hexadecimal digits"),
     ],
 )
-def test_a_variable_that_is_not_what_it_has_to_be_is_refused_before_anything_starts(
-    name: str, value: str, why: str
-) -> None:
+def test_a_variable_with_an_invalid_value_is_refused_before_anything_starts(name: str, value: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} .*{why}"):
         place_in_job(make_config(), {name: value})
 

@@ -1,4 +1,4 @@
-"""Who may write a run directory: one launch and its processes, for as long as any of them lives."""
+"""Locks of a run directory: one launch and its processes hold them as long as any of them lives."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(program: str, path: Path) -> subprocess.Popen[str]:
+        """Start a program that takes the lock `path`, and wait until it has the lock."""
         command = [sys.executable, "-c", program, str(path)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
@@ -67,7 +68,7 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def test_a_second_launch_is_told_who_holds_the_run_directory(tmp_path: Path, start: Start) -> None:
+def test_a_second_launch_is_refused_with_the_process_that_holds_the_run_directory(tmp_path: Path, start: Start) -> None:
     run = tmp_path / "outputs" / "mine"
     run.parent.mkdir()
     holder = start(LAUNCHER, run_lock(run))
@@ -94,7 +95,7 @@ def test_a_killed_launcher_holds_nothing(tmp_path: Path, start: Start) -> None:
     assert is_free(path)
 
 
-def test_what_a_killed_launcher_left_behind_counts_until_it_has_ended(tmp_path: Path, start: Start) -> None:
+def test_processes_that_a_killed_launcher_left_behind_count_until_they_have_ended(tmp_path: Path, start: Start) -> None:
     path = tmp_path / "lock"
     launcher = start(LAUNCHER, path)
     processes = [start(PROCESS, path), start(PROCESS, path)]

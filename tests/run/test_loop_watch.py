@@ -23,10 +23,11 @@ LOOKS = round((BLOCKED_S - TICK_S) / TICK_S)
 
 
 def looked(blocks: Blocks, *places: str) -> list[str]:
+    """Make a check for each of these places, and return the messages."""
     return [message for place in places if (message := blocks.check(place)) is not None]
 
 
-def test_a_block_is_told_of_once_with_the_place_that_was_seen_most_and_what_to_do() -> None:
+def test_a_block_is_reported_once_with_the_place_that_was_seen_most_and_an_advice() -> None:
     blocks = Blocks()
     told = looked(blocks, *[USERS] * (LOOKS - 2), "/elsewhere/good.py:1", *[USERS] * 5)
     assert told == [
@@ -58,7 +59,7 @@ def test_a_folder_beside_flash_whose_name_begins_like_its_own_is_the_users() -> 
     assert is_users(place)
 
 
-def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> None:
+def test_a_place_is_reported_again_the_tenth_and_the_hundredth_time() -> None:
     blocks = Blocks()
     told: list[str] = []
     for _ in range(100):
@@ -68,7 +69,7 @@ def test_the_same_place_is_told_of_again_the_tenth_and_the_hundredth_time() -> N
     assert blocks.counts == {USERS: 100}
 
 
-def test_a_block_that_does_not_end_is_told_of_again() -> None:
+def test_a_block_that_does_not_end_is_reported_again() -> None:
     told = looked(Blocks(), *[USERS] * round(2 * REPEAT_S / TICK_S))
     assert [f"still blocks the event loop, for {seconds:g} s" in told[-1] for seconds in (REPEAT_S, 2 * REPEAT_S)] == [
         False,
@@ -82,7 +83,7 @@ def test_a_loop_that_waits_for_events_or_turns_is_not_blocked(places: list[str])
     assert looked(Blocks(), *places) == []
 
 
-def test_code_that_is_nobodys_gets_no_advice_of_users() -> None:
+def test_code_that_is_not_the_users_gets_no_advice() -> None:
     (told,) = looked(Blocks(), *[asyncio.__file__ + ":7"] * LOOKS)
     assert "def" not in told
 
@@ -92,6 +93,8 @@ def test_while_a_users_code_blocks_the_loop_no_deadline_passes_and_its_line_is_n
     told: list[str] = []
 
     async def blocks() -> tuple[float, float, float]:
+        """Block the loop for 4 s. Returns the seconds on the loop's clock, on the wall clock, and those that the loop
+        has lost."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, WatchedLoop)
         begun, real = loop.time(), time.monotonic()
@@ -113,6 +116,7 @@ def test_a_line_that_computes_is_blamed_without_doubt() -> None:
     told: list[str] = []
 
     async def computes() -> None:
+        """Compute for four times `BLOCKED_S`."""
         until = time.thread_time() + 4 * BLOCKED_S
         while time.thread_time() < until:
             pass
@@ -126,11 +130,13 @@ def test_a_line_that_computes_is_blamed_without_doubt() -> None:
 
 def test_tasks_that_swallow_their_cancellation_do_not_hold_the_end_of_the_loop() -> None:
     async def swallows() -> None:
+        """Swallow every cancellation."""
         while True:
             with contextlib.suppress(BaseException):
                 await asyncio.sleep(1000)
 
     async def leaves_some() -> str:
+        """Leave a task that swallows cancellations."""
         task = asyncio.create_task(swallows())
         await anyio.lowlevel.checkpoint()
         assert not task.done()
@@ -144,15 +150,18 @@ def test_a_loop_that_was_blocked_reads_messages_between_the_calls_that_block_it(
     order: list[str] = []
 
     async def blocks(number: int) -> None:
+        """Block the loop if `number` is 0, and note the call."""
         time.sleep(2 * BLOCKED_S if number == 0 else 0.0)  # noqa: ASYNC251
         order.append(f"call {number}")
 
     async def messages() -> None:
+        """Take three turns of the loop, as the reading of a message does."""
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
         order.append("message")
 
     async def calls() -> None:
+        """Block the loop, and start three calls and the reading of a message in one turn."""
         first = UserTask("first", lambda: blocks(0))
         await first.wait(60)
         await anyio.sleep(2 * TICK_S)

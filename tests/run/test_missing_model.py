@@ -32,6 +32,7 @@ with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
 
 
 def config_of(path: Path, wait_s: float = 60.0) -> Config:
+    """Return a configuration with a tiny model in `path`, for which a process waits `wait_s` seconds."""
     tree = {
         "run": {"name": "test"},
         "model": {"path": str(path)},
@@ -44,14 +45,14 @@ def config_of(path: Path, wait_s: float = 60.0) -> Config:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """What the other node will have made: the same model in another place."""
+    """Make the tiny model in another place, and return its folder. The other node will move it."""
     make_missing_models(config_of(tmp_path / "theirs"))
     return tmp_path / "theirs"
 
 
 @pytest.fixture
 def other(tmp_path: Path, made: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another node, which began to make the model and puts it in place when it is told to."""
+    """Start another node that is making the model. It puts the model in place when it reads a line."""
     command = [sys.executable, "-c", OTHER_NODE, str(made), str(tmp_path / "tiny")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -70,13 +71,14 @@ class Tells(logging.Handler):
         self.heard: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message, and let the other node finish."""
         self.heard.append(record.getMessage())
         assert self.other.stdin is not None
         self.other.stdin.write("go on\n")
         self.other.stdin.flush()
 
 
-def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
+def test_a_process_that_finds_the_model_being_made_waits_and_uses_it(
     tmp_path: Path, made: Path, other: subprocess.Popen[str]
 ) -> None:
     file = (made / FINGERPRINT).stat().st_ino
@@ -92,7 +94,7 @@ def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
     assert (tmp_path / "tiny" / FINGERPRINT).stat().st_ino == file
 
 
-def test_who_waits_too_long_for_a_model_names_the_one_who_makes_it(
+def test_a_process_that_waits_too_long_for_a_model_names_its_maker(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(DeadlineError, match=rf"waited 0.1 s for process {other.pid} on .* to make the tiny model"):
@@ -106,7 +108,7 @@ def test_a_node_that_died_while_it_made_the_model_is_replaced(tmp_path: Path, ot
     assert (tmp_path / "tiny" / FINGERPRINT).is_file()
 
 
-def test_what_a_killed_maker_left_beside_the_model_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_leftovers_of_a_killed_maker_beside_the_model_are_removed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -125,7 +127,7 @@ with atomic_folder(Path({str(tmp_path / "tiny")!r})) as folder:
     assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", *others}
 
 
-def test_weights_may_be_read_by_whom_the_configuration_may(made: Path) -> None:
+def test_weights_have_the_permissions_of_the_configuration(made: Path) -> None:
     assert len({file.stat().st_mode for file in made.iterdir()}) == 1
 
 

@@ -1,4 +1,4 @@
-"""What `--model` may name."""
+"""Values of the argument `--model`: a model folder, a run, a checkpoint or a hub id."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_hub_id_that_leads_to_no_model_is_refused_before_it_is_loaded() -> Non
         pass
 
 
-def test_of_a_run_without_a_model_of_its_own_the_newest_whole_checkpoint_is_meant(tmp_path: Path) -> None:
+def test_a_run_without_an_exported_model_means_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     whole = checkpoint_files.Manifest(version=3, skipped_steps=0, files=[])
     torn = checkpoint_files.Manifest(version=6, skipped_steps=0, files=[checkpoint_files.FileEntry("gone", 1, 0)])
     for manifest in (whole, torn):
@@ -60,7 +60,7 @@ def test_of_a_run_without_a_model_of_its_own_the_newest_whole_checkpoint_is_mean
         ("other", "is neither a model (it has no config.json) nor a checkpoint nor a run"),
     ],
 )
-def test_what_is_there_and_holds_no_model_is_told_by_what_it_is(name: str, why: str, tmp_path: Path) -> None:
+def test_a_path_that_holds_no_model_is_refused_with_its_kind(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     RunDirectory.open(tmp_path / "starting", "")

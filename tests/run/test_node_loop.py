@@ -1,4 +1,4 @@
-"""What ends the node loop, and what does not."""
+"""Errors that end the node loop, and errors that do not."""
 
 from __future__ import annotations
 

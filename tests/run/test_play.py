@@ -64,6 +64,7 @@ class Formed:
 
 
 def make_config(env: type[object], **rollout: Any) -> Config:
+    """Return a configuration with an environment of this file, and with settings of `[rollout]`."""
     tree = {
         "run": {"name": "test"},
         "model": {"path": "none"},
@@ -110,7 +111,7 @@ def test_an_episode_that_goes_on_after_the_last_answer_is_an_error() -> None:
         ("x", "raised KeyError: 'x'"),
     ],
 )
-def test_what_an_environment_may_not_do_is_told(answer: str, told: str) -> None:
+def test_forbidden_results_of_an_environment_are_reported(answer: str, told: str) -> None:
     with pytest.raises(flash.EnvError, match=told):
         flash.play(make_config(Blocking), [answer])
 
@@ -129,6 +130,7 @@ class OneClient(Guess):
 
     async def step(self, action: str) -> Any:
         async def holds() -> None:
+            """Hold the lock for one turn of the loop."""
             async with self.lock:
                 await asyncio.sleep(0)
 

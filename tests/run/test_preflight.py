@@ -1,4 +1,4 @@
-"""What stops a run is found before any of its work."""
+"""Checks before a run: they find what would stop it before any of its work."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
 
 
 def problem(config: Config) -> str:
+    """Return the message about the problems that would stop the run."""
     found = start_problems(config)
     assert found
     return str(refuse(found))
@@ -193,7 +194,7 @@ def test_a_folder_of_somebody_else_in_the_place_of_a_tiny_model_is_refused(tmp_p
 
 
 def left(config: Config, steps: int) -> None:
-    """What a run of so many steps leaves."""
+    """Write the configuration and the metrics of a run of `steps` steps."""
     directory = RunDirectory.open(config.run_dir, dump(config))
     for step in range(steps):
         directory.append_metrics({"step": step})
@@ -228,7 +229,7 @@ def test_a_run_that_goes_on_otherwise_than_it_can_is_refused(
     assert start_problems(make_config(tmp_path, **(tiny | tables))) == []  # a new run may be of any size
 
 
-def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
+def test_changes_without_effect_are_reported_once_there_are_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left(make_config(tmp_path), steps=6)
@@ -252,6 +253,7 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
 
 
 def checkpoint_of(config: Config, *extras: str) -> Path:
+    """Write a checkpoint of version 6 with these parts beside the policy, and return its folder."""
     folder = step_folder(config.run_dir, 6)
     folder.mkdir(parents=True, exist_ok=True)
     names = ", ".join(f'"{name}"' for name in extras)
@@ -270,7 +272,7 @@ def checkpoint_of(config: Config, *extras: str) -> Path:
         (["rhythm"], {}, ""),
     ],
 )
-def test_what_the_checkpoint_has_not_or_the_run_lacks_is_refused_before_any_work(
+def test_a_checkpoint_with_other_parts_than_the_run_is_refused_before_any_work(
     tmp_path: Path, extras: list[str], tables: dict[str, dict[str, Any]], told: str
 ) -> None:
     left(make_config(tmp_path), steps=6)
@@ -336,7 +338,7 @@ def test_a_run_with_a_checkpoint_but_without_readable_recorded_settings_is_refus
     assert start_problems(make_config(tmp_path)) == []  # a new run sets the folder aside
 
 
-def test_a_tiny_model_is_not_made_anew_for_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_tiny_model_is_not_made_again_for_a_run_that_goes_on(tmp_path: Path) -> None:
     tables: dict[str, Any] = {"tiny_model": TINY, "model": {"path": str(tmp_path / "tiny")}}
     env = {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}}
     config = make_config(tmp_path, **tables, env=env)
@@ -376,7 +378,9 @@ def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
     assert start_problems(make_config(tmp_path, run={"resume": True, "steps": steps})) == []
 
 
-def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_such_a_run_with_a_dry_run_and_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(dump(make_config(tmp_path, cluster={"hub": "no such host:0"})))
     for options in ([], ["--dry-run"]):
@@ -396,7 +400,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_any_work(
     assert start_problems(config) == []  # trackers are told by the first node
 
 
-def test_what_the_keys_say_and_what_would_stop_the_run_are_told_together(
+def test_problems_of_the_keys_and_of_the_machine_are_reported_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"

@@ -1,4 +1,4 @@
-"""How the processes of a job find their hub, through a folder that others may read."""
+"""Search of a job's processes for their hub, through a folder that others may read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from tests.run.test_launcher import make_config
 
 @pytest.fixture
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the token from the environment variables."""
     monkeypatch.delenv("FLASH_TOKEN", raising=False)
 
 
 def config_at(folder: Path, **deadlines: Any) -> Any:
+    """Return a configuration whose run directory is `folder`."""
     return make_config(run={"name": folder.name, "output_dir": str(folder.parent)}, deadlines=deadlines)
 
 
-def test_what_a_stranger_reads_in_the_announcement_holds_no_token(tmp_path: Path, no_token: None) -> None:
+def test_the_announcement_that_a_stranger_may_read_holds_no_token(tmp_path: Path, no_token: None) -> None:
     with hub_token(tmp_path, None) as (token, file):
         address = HubAddress("10.0.0.1", 4711, token)
         announce(tmp_path, address, file)
@@ -43,6 +45,7 @@ def test_what_a_stranger_reads_in_the_announcement_holds_no_token(tmp_path: Path
 
 def test_a_disk_that_has_become_read_only_does_not_hide_why_a_hub_ends(tmp_path: Path, no_token: None) -> None:
     def end(run_dir: Path, disk: SmallDisk) -> None:
+        """End like a hub whose disk becomes read-only."""
         with hub_token(run_dir, None) as (token, file):
             announce(run_dir, HubAddress("10.0.0.1", 4711, token), file)
             disk.read_only()
@@ -59,6 +62,7 @@ def test_a_hub_that_does_not_let_us_in_is_asked_again(tmp_path: Path, no_token: 
     tries: list[HubAddress] = []
 
     def enter(address: HubAddress) -> str:
+        """Fail at the first try, and succeed later."""
         tries.append(address)
         if len(tries) == 1:
             raise PeerLostError("this hub is about to end")
@@ -96,6 +100,7 @@ def test_a_first_node_that_leads_nowhere_is_named() -> None:
 
 def test_a_loopback_address_of_ones_own_name_is_not_announced_to_other_machines() -> None:
     def debian(host: str, port: int) -> list[tuple[Any, ...]]:
+        """Resolve names like Debian, which gives the machine's own name a loopback address."""
         found = ["127.0.1.1"] if host == "node1" else ["127.0.1.1", "10.1.2.3"]
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (each, port)) for each in found]
 

@@ -19,6 +19,7 @@ from tests.samples.cases import trajectory
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return the configuration of a run that is job 7 of SLURM."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     tree: dict[str, Any] = {
         "run": {"name": "mine", "output_dir": str(tmp_path), "log_samples": 0},
@@ -30,6 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def write_checkpoint(config: Config, version: int) -> None:
+    """Write an empty checkpoint of a version."""
     folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [])))
@@ -64,12 +66,14 @@ def test_progress_in_between_starts_the_count_again(config: Config) -> None:
 
 
 class NoText:
+    """Tokenizer that shows no texts."""
+
     def token_texts(self, token_ids: object) -> list[str]:
         return []
 
 
 def train(config: Config, steps: int) -> None:
-    """What an incarnation leaves that is stopped after so many steps, before a checkpoint."""
+    """Write the files of an incarnation that is stopped after `steps` steps, before a checkpoint."""
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=0, restarts=0) as recorder:
         for step in range(steps):
             recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))

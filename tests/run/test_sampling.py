@@ -45,10 +45,11 @@ class Parity:
 
 
 told: list[str] = []
-"""How far it was, of the last call of `play`."""
+"""Lines about the progress that the last call of `play` has shown."""
 
 
 def make_config(**changes: Any) -> Config:
+    """Return a configuration of a run on four nodes, with changed tables."""
     base: dict[str, Any] = {
         "run": {"name": "test", "steps": 50, "seed": 1},
         "model": {"path": "fake", "max_length": 64},
@@ -64,17 +65,22 @@ def make_config(**changes: Any) -> Config:
 def play(
     how: Any, config: Config, *, engine: type[FakeEngine] = FakeEngine, **more: Any
 ) -> tuple[Sampled, list[FakeEngine]]:
+    """Call `evaluate` or `roll_out` with fake engines. Returns the result and the engines; the shown lines are in
+    `told`."""
     made: list[FakeEngine] = []
     told.clear()
 
     def make() -> FakeEngine:
+        """Make a fake engine that always answers `e`."""
         made.append(engine(lambda prompt: [ord("e"), EOS]))
         return made[-1]
 
     def engines(config: Config) -> Sequence[Callable[[int], Engine]]:
+        """Return a constructor for each engine of the configuration."""
         return [lambda number: make()] * config.engines_on(0)
 
     async def go() -> Sampled:
+        """Load the environment, and call the function under test."""
         env = LoadedEnvironment(config.env.path, config.env.options)
         return await how(config=config, env=env, tokenizer=CharTokenizer(), engines=engines, show=told.append, **more)
 
@@ -113,7 +119,7 @@ def test_a_transcript_shows_each_turn_and_no_command_to_the_terminal() -> None:
     assert lines[5] == "[2] shown:"
 
 
-def test_what_fails_is_told_and_other_problems_take_its_place() -> None:
+def test_problems_that_fail_are_reported_and_replaced_by_others() -> None:
     config = make_config(env={"path": f"{__name__}:Parity", "options": {"flaky": True}})
     sampled, _ = play(roll_out, config, episodes=5)
     assert len(sampled.trajectories) == 5
@@ -138,20 +144,22 @@ def test_episodes_that_failed_for_good_are_counted_with_the_last_reason(
     assert "missing" not in evaluation_line(whole.evaluation)
 
 
-def test_what_the_environment_measures_is_shown_after_an_evaluation() -> None:
+def test_metrics_of_the_environment_are_in_the_row_of_an_evaluation() -> None:
     sampled, _ = play(evaluate, make_config())
     assert environment_lines(sampled.evaluation) == ["env/seeds  1.000", "env/x      0.500"]
 
 
 @pytest.mark.parametrize(("how", "more"), [(evaluate, {}), (roll_out, {"episodes": 3})])
-def test_an_environment_that_cannot_be_played_ends_it_with_its_reason(how: Any, more: dict[str, Any]) -> None:
+def test_an_environment_that_cannot_be_played_ends_the_command_with_the_reason(how: Any, more: dict[str, Any]) -> None:
     config = make_config(env={"path": f"{__name__}:Parity", "options": {"broken": True}})
     with pytest.raises(ConfigError, match="no such game"):
         play(how, config, **more)
 
 
-def test_it_says_how_far_it_is_when_that_changes_and_every_ten_seconds() -> None:
+def test_the_progress_of_a_start_is_shown_when_it_changes_and_every_ten_seconds() -> None:
     class Slow(FakeEngine):
+        """Engine whose start takes 25 s."""
+
         async def start(self) -> None:
             await anyio.sleep(25)
             await super().start()

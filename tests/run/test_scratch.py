@@ -58,6 +58,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder with a short path that is TMPDIR."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
@@ -88,7 +89,7 @@ def test_a_user_without_a_name_has_a_folder_for_compiled_kernels(temporary: Path
     assert (done.stdout, done.stderr) == (f"{temporary}/torchinductor_uid_54321\n", "")
 
 
-def test_the_next_launch_removes_what_a_killed_one_has_left(temporary: Path) -> None:
+def test_the_next_launch_removes_the_folder_of_a_killed_one(temporary: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (left,) = temporary.iterdir()
     assert (left / "socket").exists()

@@ -38,7 +38,7 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
 )
-"""The same, in which transformers sees what an assistant says."""
+"""Chat template like the one above, with the marks by which transformers finds the messages of the assistant."""
 
 TALK = [
     {"role": "user", "content": "the first"},
@@ -49,6 +49,7 @@ TALK = [
 
 
 def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    """Write rows to a JSONL file, and return the file. A text is written as it is."""
     file = folder / name
     file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return file
@@ -66,7 +67,7 @@ def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[i
     return one.tokens, [token for span in one.spans for token in one.tokens[span.start : span.stop]]
 
 
-def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: Path) -> None:
+def test_the_learned_tokens_are_those_that_transformers_marks_as_the_assistants(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
     (one,) = row_of(written(tmp_path, {"messages": TALK}), tokenizer, 10_000).sequences
     expected: Any = tokenizer.inner.apply_chat_template(
@@ -82,7 +83,7 @@ def test_what_is_learned_is_what_transformers_says_an_assistant_says(tmp_path: P
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_is_learned_behind_what_an_engine_is_shown_and_to_its_end(tmp_path: Path, name: str) -> None:
+def test_an_answer_is_learned_after_the_prompt_of_an_engine_and_to_its_end(tmp_path: Path, name: str) -> None:
     tokenizer = family(name, tmp_path / "model")
     row = row_of(written(tmp_path, {"messages": TALK}), tokenizer, 10_000)
     said = [(one.tokens, span) for one in row.sequences for span in one.spans]
@@ -105,7 +106,7 @@ def test_a_turn_behind_which_the_template_drops_reasoning_begins_a_sequence_of_i
     assert [len(one.spans) for one in row.sequences] == [1, 1]
 
 
-def test_what_looks_like_a_control_token_is_text(tmp_path: Path) -> None:
+def test_a_text_that_looks_like_a_control_token_is_letters(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
     odd = [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"}]
     tokens, _ = only(written(tmp_path, {"messages": odd}), tokenizer)
@@ -139,7 +140,7 @@ def test_calls_and_tools_are_shown_as_in_an_episode(tmp_path: Path) -> None:
     assert "<tool_response>" not in tokenizer.decode(learned)
 
 
-def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
+def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", CHATML)
     file = written(tmp_path, {"messages": TALK})
     (whole,) = row_of(file, tokenizer).sequences
@@ -153,6 +154,7 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path: Path) -> None:
 
 
 def tokens_of(config: Config, tell: Callable[[str], object] = lambda line: None) -> CourseTokens:
+    """Tokenize the rows of a configuration. `tell` gets the lines about the progress."""
     return CourseTokens.read(config, tell)
 
 
@@ -234,7 +236,7 @@ def test_rows_in_tokens_are_written_and_mapped(tmp_path: Path) -> None:
     assert [joined.row(place) for place in range(len(joined))] == rows
 
 
-def test_a_text_with_control_tokens_is_told(tmp_path: Path) -> None:
+def test_a_text_with_control_tokens_is_reported(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     written(tmp_path, {"text": "plain"}, {"text": "<|im_start|>user\nHi<|im_end|>"})
     (line,) = [line for line in tokens_of(config).lines if "control token" in line]
@@ -260,14 +262,14 @@ def test_an_assistant_that_speaks_first_is_shown_and_not_learned(tmp_path: Path)
     assert row_of(written(tmp_path, {"messages": TALK[1:2]}), tokenizer, 100).sequences == []
 
 
-def test_a_template_that_refuses_a_row_is_told_by_its_line(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_row_is_reported_with_the_line(tmp_path: Path) -> None:
     tokenizer = family("qwen", tmp_path / "model", "{{ raise_exception('never') }}")
     with pytest.raises(ConfigError, match=r"row 1: the chat template .* never"):
         row_of(written(tmp_path, {"messages": TALK}), tokenizer, 100)
 
 
 def config_of(folder: Path, *overrides: str, rows: int = 7) -> Config:
-    """Of rows that are told apart by their answers."""
+    """Return a configuration with `rows` rows, which differ in their answers `n0`, `n1` and so on."""
     folder.mkdir(exist_ok=True)
     file = written(folder, *({"prompt": "x ", "completion": f"n{number}"} for number in range(rows)))
     family("qwen", folder / "model", CHATML)
@@ -322,6 +324,7 @@ def test_a_run_that_goes_on_with_other_rows_says_so(tmp_path: Path) -> None:
     folder.mkdir()
 
     def keep(content: bytes) -> None:
+        """Write `content` as the hub's state into the checkpoint."""
         (folder / HUB_STATE).write_bytes(content)
         files = [file_entry(folder / HUB_STATE, folder)]
         (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(1, 0, files)))
@@ -355,7 +358,7 @@ def test_half_an_epoch_trains_half_of_the_rows(tmp_path: Path) -> None:
     assert [len(trained(config, step)) for step in range(config.run.steps)] == [3, 1]
 
 
-def test_a_dry_run_says_what_is_learned(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_learned_tokens(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     lines = list(tokens_of(config).described(HfTokenizer(config.model)))
     assert "7 rows are learned" in lines[0]
@@ -376,12 +379,14 @@ def test_a_table_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> N
         ("sft.epochs=0", "sft.epochs"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
+def test_rows_that_cannot_be_trained_are_refused_before_anything_starts(
+    tmp_path: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, override)
 
 
-def test_what_only_engines_have_keeps_no_run_from_starting(tmp_path: Path) -> None:
+def test_settings_of_engines_alone_stop_no_run(tmp_path: Path) -> None:
     of_engines = ("kv_cache_gib=1e6", "count=1000", "vllm={seed=1}")
     config_of(tmp_path, *(f"engine.{one}" for one in of_engines), "model.tool_parser=no-such")
     with pytest.raises(ConfigError, match=r"train\.max_tokens_per_microbatch"):

@@ -1,4 +1,4 @@
-"""What is told of a run before its first step."""
+"""Messages of a run before its first step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_problems_that_are_made_have_no_last_one() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.virtual
-async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> None:
+async def test_a_phase_of_the_start_is_shown_with_its_seconds_and_its_reason() -> None:
     driver, said = Driver(make_config()), list[str]()
     with anyio.move_on_after(50):
         async with anyio.create_task_group() as group:
@@ -114,6 +114,7 @@ def test_a_dry_run_has_vllm_check_its_arguments_with_the_gpus_of_an_engine(
     config = change(config, cluster=cluster, engine=engine, model=change(config.model, path=str(tmp_path)))
 
     def maker(arguments: dict[str, Any]) -> Any:
+        """Note the arguments in place of vLLM's own check."""
         given.append(arguments)
 
     assert try_arguments(config, maker) == "vLLM takes max_num_batched_tokens"
@@ -182,6 +183,8 @@ class Judge:
 
 
 class InformedJudge(Judge):
+    """Environment `Judge` that gets the view of its episode."""
+
     def inform(self, episode: Any) -> None: ...
 
 

@@ -1,4 +1,4 @@
-"""How processes are started, watched, started again and ended: real processes of a few lines, and parts of none."""
+"""Start, watch, restart and end of processes: real processes of a few lines, and parts without processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SERVER = ForkServer(__name__)
 
 
 class Program(ForkedProcess):
-    """A few lines."""
+    """Process that runs a few lines of Python."""
 
     server = SERVER
 
@@ -55,6 +55,7 @@ class Program(ForkedProcess):
         self._text = text
 
     def run(self) -> None:
+        """Replace the process by an interpreter of the lines, in a session of its own."""
         self.enter()
         os.setsid()
         os.execv(sys.executable, [sys.executable, "-c", self._text])
@@ -68,11 +69,13 @@ class Programs(Processes):
         self._text = text
 
     def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
+        """Return a process of the lines, with its number as `n`."""
         return Program(f"import os, signal, sys, time\nn = {order.local}\n{self._text}")
 
 
 class Told(Processes):
-    """Processes that end as they are told, and note which signals they get."""
+    """Processes that end as the test says, and keep the signals that they get. A function is awaited for the ends; a
+    `NotStartedError` is raised."""
 
     def __init__(self, *ends: Sequence[EndedProcess] | Do | NotStartedError) -> None:
         super().__init__()
@@ -85,12 +88,14 @@ class Told(Processes):
         return {7}
 
     async def run(self, *_: Any) -> list[EndedProcess]:
+        """Return the next ends. Replaces `Processes.run`."""
         end = self.ends.pop(0)
         if isinstance(end, NotStartedError):
             raise end
         return list(end if not callable(end) else await end())
 
     def signal(self, number: signal.Signals) -> None:
+        """Keep the signal, and set `heard`."""
         self.signals.append(number)
         self.heard.set()
 
@@ -102,10 +107,12 @@ class Told(Processes):
 
 
 def config_of(folder: Path, **cluster: Any) -> Config:
+    """Return a configuration whose run directory is in `folder`, with settings of `[cluster]`."""
     return make_config(run={"name": "t", "output_dir": str(folder)}, cluster={"gpus_per_node": 0} | cluster)
 
 
 def hub_loop(config: Config, processes: Told) -> HubLoop:
+    """Return the part of the hub's node loop, with these processes."""
     part = HubLoop(config, Path("run.toml"))
     part.processes = processes
     return part
@@ -121,21 +128,21 @@ def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
 
 
 async def kept(part: SupervisedPart) -> End:
-    """How it ended first: ranks then wait for the end of the run."""
+    """Return how the part ended first. Ranks wait after that for the end of the run."""
     return await SupervisedPart.keep_running(part, anyio.Event())
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-async def test_processes_that_end_well_are_all_told() -> None:
+async def test_the_results_of_processes_that_end_well_are_all_returned() -> None:
     programs = Programs("sys.exit(0)")
     ended = await programs.run("trainer", Path("x"), [ProcessOrder(0, local=n) for n in range(3)])
     assert sorted((one.local, one.code) for one in ended) == [(0, 0), (1, 0), (2, 0)]
     assert programs.pids == set()
 
 
-async def test_who_does_not_end_with_another_one_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+async def test_a_process_that_outlives_a_failed_one_is_killed_with_its_children(tmp_path: Path) -> None:
     left = tmp_path / "left"
     text = f"""
 if n == 0:
@@ -158,14 +165,14 @@ time.sleep(1000)
 
 
 def runs(pid: int) -> bool:
-    """Whether a process lives, and is more than an entry in a table."""
+    """Return True if a process lives, and is no zombie."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
 
 
-async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once() -> None:
+async def test_a_process_that_starts_after_a_signal_gets_the_signal_at_once() -> None:
     programs = Programs("time.sleep(1000)")
     programs.signal(signal.SIGTERM)
     with anyio.fail_after(30):
@@ -173,7 +180,7 @@ async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once(
     assert one.code == -signal.SIGTERM
 
 
-async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
+async def test_a_cancellation_kills_the_processes() -> None:
     programs = Programs("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(programs.run, "hub", Path("x"), [ProcessOrder(0)])
@@ -185,7 +192,7 @@ async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
     assert not runs(pid)
 
 
-async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_be_made_of(
+async def test_an_end_at_once_does_not_wait_for_a_server_that_is_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -195,6 +202,7 @@ async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_
     processes.fork_from(ForkServer("endless"))
 
     async def kill() -> None:
+        """Kill all processes once the server is about to start one."""
         while not here.exists():  # noqa: ASYNC110 - nobody tells us
             await anyio.sleep(0.01)
         processes.kill_all()
@@ -206,8 +214,10 @@ async def test_who_is_to_end_at_once_does_not_wait_for_what_his_processes_would_
                 await processes.run("hub", Path("x"), [ProcessOrder(0)])
 
 
-async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
+async def test_a_start_that_the_system_refuses_is_a_not_started_error() -> None:
     class Nowhere(ForkServer):
+        """Fork server that the system cannot start."""
+
         def ensure_running(self) -> None:
             raise BlockingIOError("Resource temporarily unavailable")
 
@@ -224,6 +234,7 @@ async def test_where_the_server_is_killed_its_process_is_killed_and_the_next_one
     programs = Programs(f"open({str(here)!r}, 'w').close(); time.sleep(1000)")
 
     async def kill_server() -> None:
+        """End the server once its process runs."""
         while not here.exists():  # noqa: ASYNC110 - nobody tells us
             await anyio.sleep(0.01)
         SERVER.end()
@@ -257,7 +268,7 @@ async def test_where_the_server_is_killed_its_process_is_killed_and_the_next_one
         ([], [-9, -9], End.WITH_PEER, []),
     ],
 )
-async def test_who_ends_with_another_one_has_not_failed(
+async def test_a_process_that_ends_with_its_peer_has_not_failed(
     codes: list[int], killed: list[int], end: End, silent: list[int]
 ) -> None:
     ended = [EndedProcess(number, number, code) for number, code in enumerate([*codes, *killed])]
@@ -268,7 +279,7 @@ async def test_who_ends_with_another_one_has_not_failed(
 # -- restarts --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_process_that_fails_is_named_with_what_ended_it_and_starts_again(
+async def test_a_process_that_fails_is_named_with_its_cause_and_starts_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ends = [
@@ -317,6 +328,7 @@ async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_
     ends: list[tuple[End, list[str]]] = []
 
     async def once() -> None:
+        """Run the part once, and keep its end."""
         ends.append(await part.run_once(0))
 
     with anyio.fail_after(30):
@@ -366,7 +378,7 @@ async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_
         (1, "the trainer ranks have failed; no"),
     ],
 )
-async def test_a_last_restart_that_is_used_up_is_told(
+async def test_a_last_restart_that_is_used_up_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int, why: str
 ) -> None:
     part = ranks_of(config_of(tmp_path, max_restarts=0), Told([EndedProcess(0, 7, code)]))
@@ -379,6 +391,7 @@ async def test_a_last_restart_that_is_used_up_is_told(
 
 
 def run_launch(launch: Launch) -> int:
+    """Run a launch, and check that it restores the signal handler."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         return launch.run()
@@ -412,6 +425,7 @@ def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(
     processes = Told()
 
     async def until_killed() -> Sequence[EndedProcess]:
+        """Send three signals to this process, and end as if killed."""
         for number in (first, signal.SIGTERM, signal.SIGINT):
             processes.heard = anyio.Event()
             os.kill(os.getpid(), number)
@@ -424,6 +438,7 @@ def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(
     ranks = Told()
 
     async def until_told() -> Sequence[EndedProcess]:
+        """End at the first signal."""
         await ranks.heard.wait()
         return [EndedProcess(0, 8, -15)]
 
@@ -431,6 +446,7 @@ def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(
     launch = Launch(hub_loop(config, processes), ranks_of(config, ranks), None, has_hub=True)
 
     async def cell() -> int:
+        """Run the launch while an event loop runs, as in a cell of a notebook."""
         return run_launch(launch)
 
     code = anyio.run(cell) if notebook else run_launch(launch)
@@ -442,6 +458,7 @@ def test_a_launch_under_nohup_goes_on_when_its_terminal_closes(tmp_path: Path) -
     processes = Told()
 
     async def hung_up() -> Sequence[EndedProcess]:
+        """Send SIGHUP to this process, and end in order."""
         os.kill(os.getpid(), signal.SIGHUP)
         with anyio.move_on_after(0.2):
             await processes.heard.wait()
@@ -456,11 +473,12 @@ def test_a_launch_under_nohup_goes_on_when_its_terminal_closes(tmp_path: Path) -
     assert processes.signals == []
 
 
-def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_told(tmp_path: Path) -> None:
+def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_reached(tmp_path: Path) -> None:
     config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
     processes = Told()
 
     async def until_told() -> Sequence[EndedProcess]:
+        """End at the first signal."""
         await processes.heard.wait()
         return [EndedProcess(0, 7, -15)]
 
@@ -471,7 +489,7 @@ def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_told(tmp_path: Pa
     assert str(marker.message()).startswith("trainer rank 0 (process 8) was killed by signal 11")
 
 
-async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which_nothing_starts_again(
+async def test_ranks_that_cannot_go_on_are_reported_to_the_hub_as_a_fatal_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FLASH_TOKEN", raising=False)
@@ -480,6 +498,7 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
     ranks.processes = Told([EndedProcess(0, 7, -11)])
 
     async def lasts() -> Sequence[EndedProcess]:
+        """Run without an end."""
         await anyio.sleep_forever()
         return []
 
@@ -500,6 +519,7 @@ async def test_ranks_that_have_left_start_again_for_a_hub_that_starts_after_that
     ends: list[End] = []
 
     async def keep() -> None:
+        """Keep the ranks running, and keep their end."""
         ends.append(await ranks.keep_running(ending))
 
     async with anyio.create_task_group() as tasks:
@@ -525,20 +545,21 @@ async def test_ranks_that_have_left_start_again_for_a_hub_that_starts_after_that
         ("absent", "waited 0.2 s for the hub of"),
     ],
 )
-async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_counts(
-    tmp_path: Path, first: Any, words: str
-) -> None:
-    """From its second answer to the launcher on, from the first, before it accepts, or before it says where it is."""
+async def test_a_hub_that_hangs_is_killed_and_its_restart_counts(tmp_path: Path, first: Any, words: str) -> None:
+    """The hub hangs from its second answer on, from the first one on, before it accepts a connection, or before it is
+    announced. `first` is the first request without an answer; None: no connection is accepted."""
     deadlines = DeadlinesConfig(request=0.2, rendezvous=0.2 if first == "absent" else 10)
     config = msgspec.structs.replace(config_of(tmp_path), deadlines=deadlines)
     loop_processes, asked = Told(lambda: killed([7])), 0
 
     async def killed(pids: list[int]) -> list[EndedProcess]:
+        """End with SIGKILL once the launcher has killed the processes."""
         await loop_processes.heard.wait()
         loop_processes.killed.update(pids)
         return [EndedProcess(0, pid, -signal.SIGKILL) for pid in pids]
 
     async def answer(peer: Peer, request: Any) -> Any:
+        """Answer like a hub, until it hangs."""
         nonlocal asked
         asked += isinstance(request, p.RanksRequest)
         if asked > 1 or (isinstance(request, p.RunRequest) and first is p.RunRequest):
@@ -551,6 +572,7 @@ async def test_a_hub_that_hangs_is_killed_from_whenever_on_and_that_restart_coun
     ends: list[tuple[End, list[str]]] = []
 
     async def once() -> None:
+        """Run the part once, keep its end, and cancel the watch."""
         ends.append(await part.run_once(0))
         tasks.cancel_scope.cancel()
 

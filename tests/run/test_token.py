@@ -1,4 +1,4 @@
-"""Who can learn the hub's token, and who is believed about where the hub is."""
+"""Token of the hub: only the owner can read it, and only an address that is proven by it is believed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash.errors import ConfigError, RunDirectoryError, TransportError
 from flash.run.processes.hub_place import HubPlace, hub_token, sign, verify
 
 GIVEN = "ab" * 32
-"""As a user sets FLASH_TOKEN."""
+"""Token as a user sets it in FLASH_TOKEN."""
 
 
 def test_the_token_lies_in_a_file_that_only_its_owner_reads_and_nowhere_else(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_token_of_the_environment_that_is_none_is_refused(tmp_path: Path, give
         hub_token(tmp_path, given).__enter__()
 
 
-def test_a_host_that_does_not_see_the_file_is_told_what_to_share(tmp_path: Path) -> None:
+def test_a_host_that_does_not_see_the_file_is_refused_with_the_folder_to_share(tmp_path: Path) -> None:
     with hub_token(tmp_path, None) as (token, file):
         stored = sign(b"there", token, file)
     with pytest.raises(ConfigError, match=r"all hosts must see the same run\.output_dir"):
@@ -62,7 +62,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("file", ["config.toml", "../hub-0123456789abcdef.token", "/etc/hostname", "hub-x.token\n"])
 def test_a_stranger_cannot_have_a_file_taken_for_the_token(tmp_path: Path, file: str) -> None:
-    """What is written in the store could name a file whose contents the writer knows, and prove its token."""
+    """A stranger could announce a file whose content the stranger knows, and prove that content as the token."""
     known = b"\x11" * 32
     (tmp_path / "config.toml").write_text(known.hex())
     with pytest.raises(TransportError, match="as the file of its token"):

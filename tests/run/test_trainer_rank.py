@@ -1,4 +1,4 @@
-"""How the end of a trainer rank reaches the people who look."""
+"""Reports about the end of a trainer rank, for the hub and for the user."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class FakeHub:
         self._then = then or PeerLostError("the hub closed the connection")
 
     def call(self, request: p.Fatal, timeout: float) -> p.Ack:
+        """Keep the report, and raise the error with which the connection ends."""
         self.told.append(request)
         raise self._then
 
@@ -37,7 +38,7 @@ class FakeHub:
         WeightsError("tensor a is damaged"),
     ],
 )
-def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
+def test_every_error_of_a_rank_is_reported_to_the_hub_with_its_type(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = FakeHub()
@@ -48,7 +49,7 @@ def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
     assert caplog.records == []
 
 
-def test_a_bug_is_told_with_its_class_and_shown_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_reported_with_its_class_and_printed_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     hub = FakeHub()
     report_error(hub, 0, KeyError("lm_head"), seconds=1, peers=PEER)
     assert hub.told == [p.Fatal("KeyError", "trainer rank 0 failed with KeyError: 'lm_head'")]
@@ -76,7 +77,7 @@ def test_the_hub_gets_a_bug_also_if_nobody_reads_the_output() -> None:
         DistBackendError("NCCL communicator was aborted on rank 1"),
     ],
 )
-def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
+def test_a_failed_collective_is_reported_as_an_error_that_a_restart_may_mend(
     error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = FakeHub()
@@ -92,14 +93,14 @@ def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
     assert capsys.readouterr().err == "", "its traceback says nothing of the cause"
 
 
-def test_a_rank_that_lost_the_hub_leaves_the_word_to_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_lost_the_hub_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub()
     with caplog.at_level(logging.INFO):
         assert not report_error(hub, 0, PeerLostError("the connection to hub ended"), seconds=1, peers=PEER)
     assert (hub.told, caplog.records) == ([], [])
 
 
-def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_whose_hub_does_not_react_logs_the_error_itself(caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(DeadlineError("the reply to Fatal from hub", 1, "the log of that process"))
     error = DeadlineError("the reply to Commit from hub", 60, "the log of that process")
     assert not report_error(hub, 1, error, seconds=1, peers=PEER), "the hub does not have it"
@@ -118,7 +119,7 @@ def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixtu
         (2, 4, 0, "7 other ranks on nodes 0 to 1"),
     ],
 )
-def test_a_rank_names_those_that_it_has_collectives_with(nodes: int, ranks: int, index: int, words: str) -> None:
+def test_a_rank_names_the_other_ranks_of_a_collective(nodes: int, ranks: int, index: int, words: str) -> None:
     assert (
         describe_peers(index, make_config(cluster={"nodes": nodes, "trainer_nodes": nodes, "trainer_ranks": ranks}))
         == words
@@ -133,13 +134,14 @@ class Beaten:
         self._answers = answers
 
     def call(self, request: p.RankHeartbeat, timeout: float) -> p.Ack:
+        """Answer a heartbeat; raise an error after `answers` of them."""
         self.heard.append(request)
         if len(self.heard) > self._answers:
             raise PeerLostError("the hub is gone")
         return p.Ack()
 
 
-def test_a_rank_shows_that_it_runs_as_long_as_somebody_hears_it() -> None:
+def test_a_rank_sends_heartbeats_until_the_hub_is_gone() -> None:
     hub = Beaten(3)
     send_heartbeats(hub, 2)
     assert hub.heard == [p.RankHeartbeat(2)] * 4

