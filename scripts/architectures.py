@@ -13,8 +13,8 @@ A row has the `kind` and its class, and `way`, the way in which the trainer runs
     refused  the trainer refuses the model, for the reason `why`
     none     no tiny model could be made, or it did not run within SECONDS; `why` is the error
 
-A row of the first two ways has `logprob_error`, the largest absolute error of a log-prob in nats, and `gradient_error`,
-the norm of the gradient's error divided by the norm of the gradient.
+A row of the first two ways has two errors. `logprob_error` is the largest absolute error of a log-prob in nats.
+`gradient_error` is the norm of the gradient's error divided by the norm of the gradient.
 """
 
 from __future__ import annotations

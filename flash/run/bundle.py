@@ -12,8 +12,7 @@
     code/               the user's own modules that the objective consists of
     SHA256SUMS          checksum of each other member, for `sha256sum --check`
 
-These files are its *members*. The steps were trained once from these members alone while the bundle was made, so their
-result is known. A *version* is the number of steps that the policy was trained; step N makes version N + 1.
+The steps were trained once from these *members* alone while the bundle was made, so their result is known.
 
 A bundle may come from anybody. Reading one unpickles nothing and imports nothing from it, accepts only regular files
 with the names above, and checks all sizes before it uses them. `flash replay` runs code from a bundle only with
@@ -95,7 +94,7 @@ class BundleHead(msgspec.Struct, frozen=True):
     run: str
     """Name of the run."""
     first: int
-    """Version at the start, which is also the first step."""
+    """Version at the start, which is also the first step: step N trains version N, and makes version N + 1."""
     step: int
     """Step for which the bundle was made, the last one."""
     ranks: int

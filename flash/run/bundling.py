@@ -316,8 +316,8 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
 
     def save(path: str, name: str) -> None:
         """Write the model at `path` to the folder `name` of the bundle."""
-        # Models are read and written again, and not copied: so hub ids, pickled weights and all other forms become
-        # the same few files, and nothing else in the folder of a model can get into the bundle.
+        # Models are read and written again, and not copied. So hub ids, pickled weights and all other forms become the
+        # same few files. Nothing else in the folder of a model can get into the bundle.
         load_model(msgspec.structs.replace(config.model, path=path)).save_pretrained(folder / name)
 
     tokenizer = HfTokenizer(config.model).inner

@@ -154,7 +154,7 @@ class FileJournal:
         """Wait until all events that are recorded now are written, or a write has failed.
 
         Implements `flash.samples.journal.Journal`. The hub calls this before it acknowledges results of a node, gives a
-        batch to the ranks, or acknowledges a step, so that it does not forget them in a crash.
+        batch to the ranks, or acknowledges a step. So a crash does not make it forget them.
 
         Raises:
             RunDirectoryError: `run` has ended, so that the events will never be written.

@@ -129,8 +129,8 @@ def _make_tiny(path: Path, tiny: TinyModelConfig, config: Config) -> None:
 def chosen_model(named: str) -> str:
     """Return the model that a user's argument `named` means: the path of a model folder or checkpoint, or a hub id.
 
-    `named` may also be a run, which means its exported model or else its newest checkpoint, or a GGUF file, which is
-    converted to a model folder first. `flash eval`, `flash rollout`, `flash rhythm` and `flash export` use this.
+    `named` may also be a run, which means its exported model or else its newest checkpoint. A GGUF file is converted to
+    a model folder first. `flash eval`, `flash rollout`, `flash rhythm` and `flash export` use this.
 
     Raises:
         ConfigError: nothing has this name, it is not a model, a checkpoint or a run that has one, or a GGUF file cannot

@@ -195,8 +195,8 @@ class _Recorded(NamedTuple):
     held: dict[int, Path]
     """Folders of the complete checkpoints, by version."""
     starts: list[int]
-    """Versions at which a replay can begin, ascending, at least one: 0, the model itself, and those of checkpoints, if
-    the batch of the next step is recorded."""
+    """Versions at which a replay can begin, ascending; at least one. These are 0, the model itself, and the versions of
+    checkpoints. The batch of the next step is recorded for each of them."""
     damaged: str
     """Faults of damaged checkpoints, as the end of an error message; empty if there are none."""
 

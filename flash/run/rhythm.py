@@ -1,12 +1,12 @@
 """Rhythm of attention in a text or in recorded samples, measured as training does it, but without training.
 
-With `algorithm.rhythm`, the advantage of a token is multiplied if it is a *plan* (where the distance that the model
-looks back changes most) or an *anchor* (to which later tokens attend most); `algorithms.rhythm` has the formulas. The
-command `flash rhythm` calls this module to show which tokens are chosen, and why. It makes `RhythmResponses` with
-`text_responses` or `recorded_responses`, and measures them with `examine_responses`.
+With `algorithm.rhythm`, the advantage of a token is multiplied if the token is a *plan* or an *anchor*. At a plan, the
+distance that the model looks back changes most. To an anchor, later tokens attend most. `algorithms.rhythm` has the
+formulas. The command `flash rhythm` calls this module to show which tokens are chosen, and why. It makes
+`RhythmResponses` with `text_responses` or `recorded_responses`, and measures them with `examine_responses`.
 
-Each token of a response has *signals*: WAAD, the mean distance in tokens that the model looks back from it within a
-window, and FAI or *influence*, the attention that later tokens pay to it. The suffix `_R` stands for the R tokens of a
+Each token of a response has *signals*. WAAD is the mean distance in tokens that the model looks back from it, within a
+window. FAI or *influence* is the attention that later tokens pay to it. The suffix `_R` stands for the R tokens of a
 response.
 
 The model runs on the CPU in float32, in the process of the command. Attention heads are classified by the responses
@@ -171,8 +171,8 @@ def examine_responses(
 ) -> tuple[MeasuredRhythm, DrawnRhythm | None]:
     """Measure the rhythm of responses under a model. With `drawn`, also return attention maps of one response.
 
-    For `flash rhythm`. The measurement has the options, the class and span of each attention head, the signals and the
-    choice of each token, and how plans and anchors follow each other (*couplings*).
+    For `flash rhythm`. The measurement has the options, the class and span of each attention head, and the signals and
+    the choice of each token. It also shows how plans and anchors follow each other (*couplings*).
 
     Args:
         model: settings of the model. The path is a model folder or a hub id.

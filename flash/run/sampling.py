@@ -192,8 +192,8 @@ class _StandInTrainer:
         A task of `run`. Waits for replies of the hub. Produces nothing: `MemoryObserver` keeps the batches.
         """
         hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
-        # The engines (`FixedEngine`) keep the weights of the model folder. So the description of the weights is empty,
-        # and so is the canary, a text with log-probs by which other engines check the weights that they have loaded.
+        # The engines (`FixedEngine`) keep the weights of the model folder, so the description of the weights is empty.
+        # So is the canary, a text with log-probs by which other engines check the weights that they have loaded.
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):
             await fetch_shard(hub, 0, step, deadlines.step)

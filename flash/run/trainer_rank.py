@@ -1,7 +1,7 @@
 """Process of one trainer rank: it connects to the hub, joins the process group, and trains until no batch is left.
 
 `flash.run.processes.worker` calls `run_trainer_rank` in a process that the launcher has started. The rank reports
-itself to the hub, gets a checkpoint to start from, builds the model and the publisher, and calls
+itself to the hub, gets a checkpoint to start from, and builds the model and the publisher. Then it calls
 `flash.trainer.loop.TrainerLoop.run`, which fetches shards from the hub and trains them. Only trainer ranks join torch's
 process group.
 
@@ -82,8 +82,8 @@ def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
             reported = report_error(hub, index, error, config.deadlines.request, describe_peers(index, config))
             # These errors only follow from the loss of the hub or of another rank, which reports its own error.
             caused_by_peer = isinstance(error, PeerLostError) or collective_failed(error)
-            # The hub ends the run with this error. If its disk is read-only, it cannot remove its announcement, so the
-            # launcher would take the hub for alive, and this end for one that needs a restart.
+            # The hub ends the run with this error. If its disk is read-only, it cannot remove its announcement. Then
+            # the launcher would take the hub for alive, and this end for one that needs a restart.
             ends_run = reported and isinstance(error, FlashError) and error.fatal
             return End.WITH_PEER if caused_by_peer or ends_run else End.FAILED
     return End.OVER

@@ -4,9 +4,9 @@ The token authenticates the job's own processes. It lies in a file of mode 0600 
 a job share. Hosts without a shared run directory get the token in `FLASH_TOKEN`. The node loop with the hub makes the
 token and announces the hub (`hub_token`, `announce`); all other processes of the job find both with `HubPlace.find`.
 
-While a hub runs, the announcement `hub.json` in the run directory holds the hub's address, the name of the token's
-file, and a proof that the writer knows the token. All users of the folder may read the announcement. They learn nothing
-there that lets them connect to the hub, and no process of the job believes what they write there.
+While a hub runs, the announcement `hub.json` in the run directory holds the hub's address and the name of the token's
+file. It also holds a proof that the writer knows the token. All users of the folder may read the announcement. They
+learn nothing there that lets them connect to the hub, and no process of the job believes what they write there.
 """
 
 from __future__ import annotations

@@ -322,8 +322,8 @@ class ErrorMarker:
     def write(self, error: FlashError) -> None:
         """Write the error to the first place that can be written. Log a warning if none can.
 
-        A process of the first node calls this when it ends with an error that no restart can fix, and a launcher when a
-        part has no restart left.
+        A process of the first node calls this when it ends with an error that no restart can fix. A launcher calls it
+        when a part has no restart left.
         """
         row = {"launch": self._launch, "error": type(error).__name__, "message": str(error), "time": time.time()}
         problems: list[str] = []

@@ -1,8 +1,8 @@
 """Entry point of a supervised process, which `flash.run.processes.forked.JobProcess` calls in the new process.
 
 The process is a node loop with the hub, a joined node loop, or a trainer rank of a run or of `flash sft`. The exit code
-is an `End`, with which the supervisor decides about a restart. If the process belongs to the first node and fails with
-an error that no restart can fix, it writes that error to `error.json` in the run directory.
+is an `End`, with which the supervisor decides about a restart. A process of the first node that fails with an error
+that no restart can fix writes the error to `error.json` in the run directory.
 """
 
 from __future__ import annotations

@@ -207,8 +207,9 @@ def _children() -> Counter[str]:
 class BlockSampler:
     """Sampler of the event loop: it finds callbacks that take `BLOCK_S` or longer in the user's code, and their line.
 
-    A *block* is one such callback, during which the loop runs nothing else. A block is as long as the time between two
-    looks of the sampling thread at which it has begun and ended, so short blocks are measured to some `SAMPLE_S`.
+    A *block* is one such callback, during which the loop runs nothing else. The sampling thread looks every `SAMPLE_S`
+    seconds if a callback has begun or ended, so blocks are measured with about this precision.
+
     The watch of a run (`flash.run.loop_watch`) reports only blocks of a second, because shorter ones do no harm to its
     peers. Many short ones make a run slow.
     """
