@@ -271,7 +271,8 @@ def existing(folder: Path) -> Path:
 
 
 def check_space(environment: VirtualEnvironment, size: Size) -> dict[str, str]:
-    """Check the free disk space. Returns environment variables, which switch off each cache that has no room.
+    """Check that an environment of this size has room. Returns environment variables, which switch off each cache that
+    has no room.
 
     pip's cache holds the fetched files. uv's cache holds the installed files; on the disk of the environment these are
     the same files under a second name, which take no space.

@@ -206,7 +206,7 @@ def export_model(named: str, config: Config, folder: Path, *, merged: bool, dtyp
     Args:
         named: a run directory or a checkpoint.
         config: configuration of the run.
-        folder: path of the new folder.
+        folder: path of the new folder. An earlier folder of this name is replaced.
         merged: for a run with adapters: True to write the whole model, False to write a folder in the format of peft.
         dtype: precision of a whole model's weights. None: the precision that they have, which is float32 for weights of
             a trainer.

@@ -107,7 +107,7 @@ async def roll_out(
     config = on_this_machine(msgspec.structs.replace(config, rollout=rollout), steps=1, batch=episodes)
     trainer = _StandInTrainer(config, env, tokenizer, engines)
     await trainer.run(show)
-    played = trainer.observer.samples[0]
+    played = trainer.observer.samples[0]  # the batch of step 0
     return Sampled({}, played, trainer.observer.notes, trainer.given_up(played, "train"))
 
 

@@ -214,6 +214,7 @@ class SftLoop:
         seconds = time.perf_counter() - begun
         interval = max(seconds + batch_metrics["trainer_wait_s"], 1e-9)  # a divisor
         self._recorder.batch(batch)
+        # `shown`: values of single tokens, such as their loss, of the few samples that the run shows.
         self._recorder.trained(batch.step, self._trainer.shown)
         return self._recorder.step(
             batch_metrics

@@ -634,7 +634,7 @@ def _mean(episodes: Sequence[Episode]) -> float | None:
 
 
 def _times(seconds: Sequence[float]) -> str:
-    """Return the median and the 99th percentile of times, in words."""
+    """Return the median and the 99th percentile of times in seconds, as text in milliseconds."""
     if not seconds:
         return "not measured"
     ordered = sorted(seconds)

@@ -126,7 +126,7 @@ class Trial:
         Args:
             seed: seed of the problem.
             policy: gives the answers.
-            env: environment in place of the one under test.
+            env: environment in place of the one under test; None: the one under test.
             keep: True if the episode is added to `episodes`.
 
         Raises:
