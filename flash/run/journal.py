@@ -311,7 +311,7 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
     for the user. `flash.run.restart.restore_hub_state` calls this when a run starts again.
 
     Changes the files: an incomplete record at the end of a file, which a crash has left, is cut off. Files that do not
-    continue the ones before them are deleted, because a gap is between them.
+    continue the ones before them are deleted, because a gap is between them. So is a file without a whole first record.
 
     Args:
         run_dir: the run directory.

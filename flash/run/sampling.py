@@ -197,10 +197,10 @@ class _StandInTrainer:
         await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
         for step in range(self._config.run.steps):
             await fetch_shard(hub, 0, step, deadlines.step)
-            await hub.call(p.Commit(step, {}), timeout=deadlines.request)
+            await hub.call(p.Commit(step, metrics={}), timeout=deadlines.request)
         # A rank asks for batches until a reply has none. This reply has none, since no step is left.
         await fetch_shard(hub, 0, self._config.run.steps, deadlines.step)
-        await hub.call(p.Goodbye(0, []), timeout=waits.leaving_s(self._config))
+        await hub.call(p.Goodbye(rank=0, activities=[]), timeout=waits.leaving_s(self._config))
 
     def _record_results(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         """Record the results that the node delivers to the hub: failures, and trajectories of the evaluation.

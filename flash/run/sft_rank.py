@@ -163,7 +163,9 @@ class SftLoop:
     ) -> None:
         self._config, self._trainer, self._course = config, trainer, course
         self._tokenizer, self._recorder, self._stop = tokenizer, recorder, stop
-        self._profiler, self._meter = profiler, StepMeter(trainer.mesh)
+        self._profiler = profiler
+        self._meter = StepMeter(trainer.mesh)
+        """Meter of the memory that each step takes, and of the share of the cards' peak arithmetic."""
 
     def run(self) -> End:
         """Train until no batch is left, an alarm stops the run, or `stop` is set. Returns how the training ended.

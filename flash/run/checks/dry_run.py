@@ -184,7 +184,11 @@ def other_problem(played: Trajectory, again: Trajectory) -> list[str]:
 @contextmanager
 def _tokenizer(config: Config) -> Generator[tuple[HfTokenizer | None, str]]:
     """Yield the model's tokenizer and a description of the model, for the user. Nothing is fetched or made, except for
-    a tokenizer in a temporary folder. The tokenizer is None if the model must be fetched from a package first."""
+    a tokenizer in a temporary folder. The tokenizer is None if the model must be fetched from a package first.
+
+    Raises:
+        ConfigError: the model or its tokenizer cannot be loaded, or the tiny model's tokenizer cannot be made.
+    """
     path = Path(config.model.path)
     source = source_of(config.model.fetch) if config.model.fetch is not None else None
     if source is not None and why_not_there(path, source) is not None:

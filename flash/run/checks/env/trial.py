@@ -407,7 +407,12 @@ class Cut:
 
 
 class CutEnvironment(LoadedEnvironment):
-    """The environment under test, whose episode is cancelled at the `await` of a `Cut`."""
+    """The environment under test, whose episode is cancelled at the `await` of a `Cut`.
+
+    Args:
+        config: configuration with the environment.
+        cut: the place; it also gets the results.
+    """
 
     def __init__(self, config: Config, cut: Cut) -> None:
         super().__init__(config.env.path, config.env.options)
