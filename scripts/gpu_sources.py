@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+"""Root folder of the repository."""
 CALLERS = tuple(f"flash/foreign/{name}.py" for name in ("vllm", "vllm_worker", "vllm_parsers", "grammars"))
 """Files whose calls of vLLM are checked."""
 COMMON = ("get", "parse", "record")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+"""Root folder of the repository."""
 PRODUCTION = ("flash", "algorithms", "envs")
 """Folders with the code that users run. Tests, benchmarks and scripts are not counted."""
 SMALL = 60
@@ -28,6 +29,7 @@ POINTERS = (
 )
 """First words of docstrings that can be understood only together with other text. They detect a form, not the sense."""
 POINTER = re.compile(rf"(?:{'|'.join(POINTERS)})\b")
+"""Pattern of the beginning of such a docstring."""
 
 ROAD = (
     "samples/tasks.py",

@@ -11,7 +11,9 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+"""Root folder of the clone."""
 OLDEST_PYTHON = (3, 11)
+"""Oldest Python that Flash runs with."""
 
 
 def too_old(oldest):

@@ -50,6 +50,7 @@ completes keys, shows what they mean and marks mistakes. taplo and VS Code's Eve
 first line of a file, as in the examples: `#:schema ../docs/configuration.schema.json`. The path is relative to the
 file.
 """
+"""Beginning of the page of the configuration."""
 
 
 def configuration_page() -> str:
@@ -174,6 +175,7 @@ COMMANDS = """\
 are the files and settings of a [configuration](configuration.md). The exit code is 0 for success, 1 for a finding
 that the command reports, 2 for an error that it names, 130 after an interrupt, and 141 if nobody reads the output.
 """
+"""Beginning of the page of the commands."""
 
 
 SEVERAL = 3

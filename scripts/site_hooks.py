@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parent.parent
+"""Root folder of the repository, from which Flash is imported."""
 sys.path.insert(0, str(ROOT))
 
 from algorithms import OBJECTIVES  # noqa: E402 - the path has to be there first

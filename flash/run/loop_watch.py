@@ -27,7 +27,9 @@ from flash.environment.places import is_logged, is_users, lines_of, place_in
 from flash.foreign.abandoned import unregister
 
 ResultT = TypeVar("ResultT")
+"""Result of the function that `run_watched` runs."""
 ArgsT = TypeVarTuple("ArgsT")
+"""Arguments of the function that `run_watched` runs."""
 
 BLOCKED_S = 1.0
 """Seconds without a heartbeat after which a loop counts as blocked, if its thread was busy in at least half of them."""

@@ -107,7 +107,7 @@ def packed(members: Mapping[str, bytes], file: Path, change: Callable[[tarfile.T
 
 
 def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **fields: Any) -> None:
-    """Add a member with these fields of its header."""
+    """Add a member with this content, and with these fields of its header, to an archive."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for field, value in fields.items():

@@ -61,7 +61,7 @@ SECRETS: dict[str, dict[str, Any]] = {
 
 
 class Made(NamedTuple):
-    """Bundles of a run that is gone, with its model."""
+    """Bundles of a run whose directory and model are deleted."""
 
     whole: Path
     """Step 3, which begins at the checkpoint of version 2."""
@@ -230,6 +230,7 @@ class Scaled(Objective, frozen=True):
     def __call__(self, tokens):
         return ObjectiveOutput(-FACTOR * tokens.advantage_T * tokens.logp_T, {})
 """
+"""Module of a user with an objective, which imports another module of the user."""
 
 
 def test_code_of_a_bundle_runs_only_if_it_is_trusted(
@@ -336,6 +337,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "a critic": (3, {"algorithm": {"objective": "ppo"}, "critic": {"learning_rate": 1e-3}}),
 }
+"""Settings of a trainer with further state, each with the step that is bundled."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -478,6 +480,7 @@ MEMBERS: dict[str, Callable[[tarfile.TarFile], None]] = {
     "a module for the start of Python": lambda archive: add(archive, "sitecustomize.py", b"pass"),
     "a file twice": lambda archive: add(archive, "config.toml", b""),
 }
+"""Members that no bundle has, each as a function that adds it to an archive."""
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
@@ -597,6 +600,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, bytes]], None], str]] = {
     ),
     "rounds that do not sum up": (in_batch(lambda records: records[0].update(rounds=[1])), "samples in rounds of [1]"),
 }  # fmt: skip
+"""Changes of members that no longer fit each other, each with a part of the error message."""
 
 
 @pytest.mark.parametrize("kind", CHANGES)

@@ -35,6 +35,7 @@ from flash.run.checks.env.trial import Trial
 from flash.run.loop_watch import run_watched
 
 LIBC = ctypes.CDLL(None)
+"""The C library, whose memory Python does not count."""
 LIBC.malloc.argtypes, LIBC.malloc.restype, LIBC.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 
 LEFT: list[Any] = []
@@ -925,6 +926,7 @@ async def main():
 
 anyio.run(main)
 """
+"""Program that starts a training whose environment never ends its import, and prints the id of its process."""
 
 
 def test_a_training_ends_when_the_command_that_has_started_it_is_killed(tmp_path: Path) -> None:

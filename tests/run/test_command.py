@@ -39,6 +39,8 @@ sys.stdout.write("".join(f"line {number}\\n" for number in range(int(sys.argv[2]
 print("flash: warning: look at this", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
+"""Program in place of `flash`. Its arguments choose the behaviour: wait for signals, refuse the input, or print
+lines and end with an exit code."""
 
 
 @pytest.fixture(autouse=True)

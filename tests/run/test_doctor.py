@@ -156,6 +156,7 @@ MOUNTS = """\
 24 23 0:23 / /home/my\\040data rw - fuse.glusterfs server:/data rw
 25 23 0:24 / /home/a\x0bb\xa0c rw - xfs /dev/sdb1 rw
 """
+"""Text like that of /proc/self/mountinfo."""
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
     if sys.stdin.readline():
         made.rename(path)
 """
+"""Program that holds the lock of a model folder, and moves a made model there when it reads a line."""
 FETCH = "import sys; from flash.cli.main import main; sys.exit(main(sys.argv[1:]))"
+"""Program that runs a command of Flash."""
 
 
 @pytest.fixture

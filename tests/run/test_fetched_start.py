@@ -40,6 +40,7 @@ def resolve(*overrides: str) -> Config:
 
 
 PACKAGE = ("model.fetch=smollm2-135m", "model.path=models/small/there")
+"""Overrides for a model that is fetched from a package."""
 
 
 def test_a_dry_run_reads_a_files_tokenizer_and_names_the_model_that_will_be_made() -> None:

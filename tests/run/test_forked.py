@@ -48,7 +48,8 @@ class Imports(Stays):
 
 @contextmanager
 def output_into(descriptor: int, pipe: int) -> Generator[None]:
-    """Let a standard output of this process, and of those that it starts meanwhile, go into a pipe."""
+    """Send a standard output of this process, and of processes that start meanwhile, into a pipe. `descriptor` is 1 or
+    2, `pipe` the writing end."""
     before = os.dup(descriptor)
     os.dup2(pipe, descriptor)
     try:
@@ -82,7 +83,7 @@ def test_a_process_whose_output_nobody_reads_keeps_its_exit_code(
 
 
 def first_line(kind: type[JobProcess], folder: Path) -> str:
-    """Return the first line of a process that lives on."""
+    """Start a process that lives on, and return its first line. Kills the process."""
     read, write = os.pipe()
     with output_into(1, write):
         process = start(kind, folder)

@@ -42,6 +42,7 @@ from tests.samples.cases import finish_all, lease_all
 pytestmark = pytest.mark.anyio
 
 STEPS = 9
+"""Number of steps of the run."""
 EVERY = 3
 """Steps from one checkpoint to the next."""
 SIZE = 4 << 20

@@ -17,6 +17,7 @@ ANSWERS = {
     "/owner/gated": (403, "GatedRepo"),
     "/owner/data": (404, "EntryNotFound"),
 }
+"""Answers of the fake hub, by the beginning of the path: status code, and error code in a header."""
 
 
 class FakeHub(BaseHTTPRequestHandler):

@@ -43,7 +43,7 @@ async def test_the_first_signal_is_answered_at_once_with_the_work_that_is_left(n
 
 
 class Asked(JobProcess):
-    """Exits with 1 if it ignores SIGINT."""
+    """Process that exits with 1 if it ignores SIGINT, else with 0."""
 
     def run(self) -> None:
         self.enter()

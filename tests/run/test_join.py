@@ -30,6 +30,7 @@ from tests.run.test_launcher import make_config
 pytestmark = pytest.mark.anyio
 
 Do = Callable[[], Awaitable[int]]
+"""Function that is awaited for the exit code of a node loop."""
 
 
 class Told(Processes):

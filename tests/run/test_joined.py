@@ -1,4 +1,4 @@
-"""The node loop of a node that has joined: it outlives hubs with its engines, and leaves when it is told to."""
+"""Node loop of a node that has joined: it outlives hubs with its engines, and leaves in order after a signal."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ with exclusive(Path(sys.argv[1]), 0):
     print("here", flush=True)
     sys.stdin.read()
 """
+"""Program that holds the lock of a launcher until its input is closed."""
 
 FORKING = """
 import os, sys, time
@@ -35,6 +36,7 @@ with exclusive(Path(sys.argv[1]), 0):
     print(child, flush=True)
     sys.stdin.read()
 """
+"""Program that holds the lock of a launcher, with a forked child that outlives it."""
 
 PROCESS = """
 import sys
@@ -44,13 +46,15 @@ share(Path(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.read()
 """
+"""Program that holds the lock of a launcher's process until its input is closed."""
 
 Start = Callable[[str, Path], "subprocess.Popen[str]"]
+"""Function that starts a program with the path of its lock file."""
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a program that says when it has its lock, and holds it until it is killed."""
+    """Return a function that starts a program with a lock. The programs are killed at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(program: str, path: Path) -> subprocess.Popen[str]:

@@ -18,6 +18,7 @@ from flash.environment.places import is_users, place_in
 from flash.run.loop_watch import BLOCKED_S, REPEAT_S, TICK_S, Blocks, WatchedLoop, run_watched
 
 USERS = "/somewhere/bad.py:23"
+"""Line of a user's code."""
 LOOKS = round((BLOCKED_S - TICK_S) / TICK_S)
 """Looks after which a loop counts as blocked."""
 

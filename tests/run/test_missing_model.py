@@ -19,6 +19,7 @@ from flash.run.models import make_missing_models, tiny_models
 from flash.trainer.model.tiny_model import FINGERPRINT
 
 NAMES = ("tiny", "critic")
+"""Names of the folders of tiny models."""
 OTHER_NODE = """
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
     if sys.stdin.readline():
         made.rename(path)
 """
+"""Program that holds the lock of a model folder, and moves a made model there when it reads a line."""
 
 
 def config_of(path: Path, wait_s: float = 60.0) -> Config:
@@ -63,7 +65,7 @@ def other(tmp_path: Path, made: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Tells(logging.Handler):
-    """Tells the other node to end its work when somebody waits for it."""
+    """Log handler that lets the other node finish its work when this process logs that it waits."""
 
     def __init__(self, other: subprocess.Popen[str]) -> None:
         super().__init__()

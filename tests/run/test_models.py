@@ -14,6 +14,7 @@ from flash.run.models import chosen_model, model_folder
 from flash.trainer import checkpoint_files
 
 CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)
+"""Configuration of a run whose model is on a hub."""
 
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A machine whose name leads nowhere, as that of a laptop without a network may."""
+"""Ranks meet on a machine whose own name cannot be resolved, as on a laptop without a network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ if __name__ == "__main__":
     rank(0, store)
     process.join()
 """
+"""Program with two ranks that meet in a store."""
 NAMELESS = ["unshare", "--net", "--uts", "sh", "-c", 'ip link set lo up && hostname leads-nowhere && exec "$@"', "sh"]
+"""Command before another command, which then runs on a machine whose own name cannot be resolved."""
 
 
 @pytest.mark.integration

@@ -1,4 +1,4 @@
-"""`flash.play`: an episode with answers that are given."""
+"""Function `flash.play`: an episode with given answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash.environment import EpisodeView, ResponseForm
 
 
 class Guess:
-    """Counts up to the number that is asked for."""
+    """Environment that ends with reward 1 at a certain answer, and goes on after any other."""
 
     def __init__(self, number: int = 2) -> None:
         self._number = number
@@ -34,7 +34,7 @@ class Guess:
 
 
 class Blocking:
-    """Gives no number."""
+    """Environment with plain methods. It raises on every answer but the empty one, and gives no number as a reward."""
 
     def reset(self, seed: int) -> Any:
         return [{"role": "user", "content": "hello"}], {}
@@ -48,7 +48,7 @@ class Blocking:
 
 
 class Formed:
-    """Asks for JSON."""
+    """Environment that asks for an answer in JSON."""
 
     def inform(self, episode: EpisodeView) -> None:
         self._episode = episode
@@ -124,7 +124,8 @@ async def test_an_episode_is_played_where_a_loop_runs_already() -> None:
 
 
 class OneClient(Guess):
-    """Has what a client at the top of a module has: a lock that belongs to the loop on which it is first waited for."""
+    """Environment with a lock for all episodes, like a client at the top of a module. The lock belongs to the loop on
+    which a task first waits for it."""
 
     lock = asyncio.Lock()
 
@@ -144,7 +145,7 @@ def test_all_episodes_of_a_process_are_played_on_one_loop() -> None:
 
 
 class InWorker(Guess):
-    """Counts the answer in a worker process, which is kept for later calls."""
+    """Environment that counts the letters of the answer in a worker process, which is kept for later calls."""
 
     async def step(self, action: str) -> Any:
         assert await in_worker(60, len, action) == 1

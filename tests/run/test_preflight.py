@@ -29,10 +29,11 @@ from flash.run.processes.locks import run_lock
 from flash.trainer.checkpoint_files import MANIFEST, step_folder
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
+"""Settings of a tiny model."""
 
 
 def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
-    """A run of a model that is there."""
+    """Return a configuration of a run whose model exists, in `folder`."""
     model = folder / "policy"
     model.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer.json"):
@@ -77,7 +78,7 @@ def test_only_the_first_node_writes_the_output_folder(tmp_path: Path, monkeypatc
 
 
 def test_a_machine_without_a_place_for_temporary_files_is_refused(tmp_path: Path) -> None:
-    """No process of a shell whose files may have no bytes finds one."""
+    """A limit of the shell forbids files of any size, so no folder for temporary files is found."""
     file = tmp_path / "run.toml"
     file.write_text(dump(make_config(tmp_path)))
     shell = ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh"]

@@ -1,4 +1,4 @@
-"""The examples of the page about Python: each call is one that Flash accepts."""
+"""Examples of the page about Python: each call is one that Flash accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import flash
 from flash.run.training import Call, written
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+"""Page about the functions for Python programs."""
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+"""Programs of that page."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
@@ -28,7 +30,7 @@ def test_each_example_is_a_call_that_is_accepted(
     calls: list[Call] = []
 
     def called(config: Any = None, *, epochs: float = 1, samples: int = 1, **arguments: Any) -> SimpleNamespace:
-        """Stand in for a function of `flash`: keep the configuration that the call amounts to."""
+        """Keep the configuration of the call, in place of a function of `flash`."""
         if config == "outputs/run":
             config = "run.toml"
         calls.append(written(config, **arguments))

@@ -1,4 +1,4 @@
-"""A job that SLURM requeues goes on as long as it gets anywhere."""
+"""Jobs that SLURM requeues go on as long as they make progress."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from tests.observe.sample_rows import eval_row, metrics_row
 CONFIG = Config(
     run=RunConfig(name="run"), model=ModelConfig(path="tiny"), env=EnvConfig(path="envs.arithmetic:Arithmetic")
 )
+"""Configuration of a run."""
 
 
 def run_of(folder: Path, metrics: list[dict[str, float]], evaluations: list[dict[str, float]]) -> RunResult:

@@ -24,7 +24,8 @@ from tests.rollout.test_episode import EOS, CharTokenizer
 
 
 class Parity:
-    """Right is `e` for even seeds and `o` for odd ones; the second time of two, the reward is half."""
+    """Environment whose right answer is `e` for even seeds and `o` for odd ones. The reward is divided by the number of
+    turns. `broken`: each `reset` fails; `flaky`: it fails for each fourth seed."""
 
     def __init__(self, turns: int = 1, broken: bool = False, flaky: bool = False) -> None:
         self.turns, self.broken, self.flaky = turns, broken, flaky

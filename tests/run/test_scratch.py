@@ -1,4 +1,4 @@
-"""The job's temporary folder, and what a killed job leaves."""
+"""Scratch folder of a job, and the folders and shared memory of killed jobs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ with scratch_folder() as folder:
     print(folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+"""Program that is killed while it has a scratch folder."""
 
 NAMELESS = """
 import os, pwd, sys
@@ -41,6 +42,7 @@ for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
 with scratch_folder(Path(sys.argv[1])):
     print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
+"""Program that makes a scratch folder as a user without a name."""
 
 ENGINE = """
 import mmap, os, sys, tempfile
@@ -54,6 +56,7 @@ with open(os.path.join(os.fsencode(tempfile.gettempdir()), b"\\xff"), "wb+") as 
 print(memory.name, flush=True)
 sys.stdin.read()
 """
+"""Program that leaves shared memory behind, as a killed engine does."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Rows in tokens, and which step trains which: against transformers' own mask, and against what an episode shows."""
+"""Rows as tokens, and the rows of each step: compared with transformers' own mask and with the prompts of episodes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+"""Chat template in the format ChatML."""
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
@@ -46,6 +47,7 @@ TALK = [
     {"role": "user", "content": "and the second?"},
     {"role": "assistant", "content": " that too "},
 ]
+"""Conversation with two answers."""
 
 
 def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -56,13 +58,13 @@ def written(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
 
 
 def row_of(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> TokenRow:
-    """The tokens of the only row."""
+    """Return the tokens of the only row."""
     (row,) = read_rows(str(file))
     return tokenize_row(example_of(row), row.place, tokenizer, most)
 
 
 def only(file: Path, tokenizer: HfTokenizer, most: int = 10_000) -> tuple[list[int], list[int]]:
-    """The tokens of the only sequence of the only row, and those that are learned of it."""
+    """Return the tokens of the only sequence of the only row, and the learned tokens."""
     (one,) = row_of(file, tokenizer, most).sequences
     return one.tokens, [token for span in one.spans for token in one.tokens[span.start : span.stop]]
 
@@ -280,7 +282,7 @@ def config_of(folder: Path, *overrides: str, rows: int = 7) -> Config:
 
 
 def trained(config: Config, step: int) -> list[str]:
-    """The answers that a step learns."""
+    """Return the answers that a step learns."""
     tokenizer = HfTokenizer(config.model)
     batch, _ = Course(config, tokens_of(config)).batch(step)
     return [tokenizer.decode(one.tokens()[one.action_mask()].tolist()) for one in batch.trajectories]

@@ -1,4 +1,4 @@
-"""No process of a job outlives its launcher for long."""
+"""Processes of a job end soon after their launcher has been killed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_sessio
 os.read(0, 1) if sys.argv[2] == "wait" else os._exit(0)
 os.kill(os.getpid(), 9)
 """
+"""Program that starts a process in a session of its own, as a launcher does, and waits for its input or ends at
+once."""
 
 PROCESS = """
 import os, signal, sys, time
@@ -24,13 +26,15 @@ end_with_launcher({grace}, speaks=True)
 print("here", flush=True)
 while True: time.sleep(0.1)  # a signal that comes just before a sleep is heeded after it
 """
+"""Program that watches its launcher, with a handler of SIGTERM and seconds for its end."""
 IN_ORDER = "lambda *_: (os.write(1, b'in order\\n'), os._exit(0))"
 """Not by `print`: it fails where the signal comes while `here` is being printed."""
 IGNORING = "signal.SIG_IGN"
+"""Handler with which SIGTERM has no effect."""
 
 
 def kill_launcher(handler: str, grace: float) -> str:
-    """Kill a launcher whose process is up; the output until that has ended, too, and closed its end of the pipes."""
+    """Kill a launcher whose process runs. Returns the output of the process until its end."""
     command = [sys.executable, "-c", LAUNCHER, PROCESS.format(handler=handler, grace=grace), "wait"]
     launcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

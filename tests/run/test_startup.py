@@ -21,7 +21,7 @@ from tests.hub.test_stages import version
 
 
 def config_of(*, eager: bool = False) -> Config:
-    """On a GPU: whether this machine has a compiler is not the question here."""
+    """Return a configuration for one GPU, for which the compiler of this machine has no meaning."""
     config, change = make_config(), msgspec.structs.replace
     engine, cluster = change(config.engine, enforce_eager=eager), change(config.cluster, gpus_per_node=1)
     return change(config, engine=engine, cluster=cluster)
@@ -151,7 +151,8 @@ async def test_a_dry_run_names_the_line_that_hangs_and_an_error_of_close() -> No
 
 
 class Judge:
-    """Environment with a fault that only the problem's own answer or the class's methods show; counts its episodes."""
+    """Environment with a fault that only the problem's own answer or a class method shows. `open` counts its open
+    episodes."""
 
     open: ClassVar[int] = 0
 

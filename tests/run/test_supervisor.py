@@ -40,9 +40,11 @@ from tests.run.test_launcher import make_config
 pytestmark = pytest.mark.anyio
 
 Do = Callable[[], Awaitable[Sequence[EndedProcess]]]
+"""Function that is awaited for the results of processes."""
 
 
 SERVER = ForkServer(__name__)
+"""Server from which the processes of this file are forked."""
 
 
 class Program(ForkedProcess):
@@ -119,7 +121,7 @@ def hub_loop(config: Config, processes: Told) -> HubLoop:
 
 
 def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
-    """Ranks of a run whose hub has its announcement out."""
+    """Return the part of the trainer ranks of a run whose hub is announced."""
     config.run_dir.mkdir(exist_ok=True)
     (config.run_dir / HUB_FILE).touch()
     part = Ranks(config, node, Path("run.toml"), HubPlace(run_dir=str(config.run_dir)))

@@ -15,10 +15,11 @@ from flash.run.trainer_rank import describe_peers, report_error, send_heartbeats
 from tests.run.test_launcher import make_config
 
 PEER = "rank 3 on node 1"
+"""Phrase for the other rank of a collective."""
 
 
 class FakeHub:
-    """Takes the last word of a rank and closes the connection, or does what `then` says."""
+    """Connection to a hub that keeps the reports of a rank, and raises an error in place of a reply."""
 
     def __init__(self, then: TransportError | None = None) -> None:
         self.told: list[p.Fatal] = []
@@ -127,7 +128,7 @@ def test_a_rank_names_the_other_ranks_of_a_collective(nodes: int, ranks: int, in
 
 
 class Beaten:
-    """A hub that answers so many signs of life; then the connection ends."""
+    """Connection to a hub that answers a number of heartbeats, and then ends."""
 
     def __init__(self, answers: int) -> None:
         self.heard: list[p.RankHeartbeat] = []

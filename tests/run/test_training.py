@@ -21,10 +21,11 @@ env.path = "envs.arithmetic:Arithmetic"
 cluster.gpus_per_node = 0
 train.learning_rate = 0.5
 """
+"""Configuration file with which calls begin."""
 
 
 class Env:
-    """Environment that a program has."""
+    """Environment class of the calling program."""
 
     def reset(self, seed: int) -> None: ...
 
@@ -44,6 +45,7 @@ def solve(base_url: str, api_key: str, task: str) -> str:
 
 
 GIVEN: dict[str, Any] = {"model": "a/b", "data": "rows.jsonl", "reward": reward}
+"""Arguments of a call that trains on rows with a reward."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A package's wheel, fetched with pip from where that looks: whole and the right one, or one clear error."""
+"""Download of a package's wheel with pip: the whole right wheel, or one clear error."""
 
 from __future__ import annotations
 

@@ -78,6 +78,7 @@ Check = Callable[[Config | None], Finding]
 ok = partial(Finding, "ok")
 not_needed = partial(Finding, "not needed")
 missing = partial(Finding, "missing")
+"""Function that makes the finding of a thing that a run needs and this machine lacks."""
 
 
 def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Finding]:

@@ -39,6 +39,7 @@ from flash.types import Failure, Observation
 from flash.waiting import first_error
 
 _T = TypeVar("_T")
+"""Result of a method of an environment."""
 
 PARALLEL = 8
 """Number of episodes that `Trial.play_many` plays at the same time."""
