@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {
 
 
 def scenario(*faults: Fault, **settings: Any) -> Scenario:
-    """A small run with these faults, in which one node joins the first one."""
+    """Return a small run with these faults, in which one node joins node 0."""
     return Scenario(1, SMALL | {name.replace("__", "."): value for name, value in settings.items()}, 1, {}, [*faults])
 
 
@@ -149,6 +149,7 @@ class ForgetfulDisk(Disk):
     """A disk that loses the journal with its machine, also what was forced to it."""
 
     def lose_unsynced(self, *, synced_journal: bool) -> None:
+        """Lose a part of the journal, too, although each write to it was forced to the disk."""
         super().lose_unsynced(synced_journal=False)
 
 
@@ -171,6 +172,7 @@ class SpinningCluster(Cluster):
     """A run with a task that never waits."""
 
     async def launch(self, resumes: bool) -> RunEnd | FlashError:
+        """Never wait and never end."""
         while True:
             pass
 
@@ -181,21 +183,22 @@ def test_a_task_that_never_waits_is_found() -> None:
 
 
 def trajectory(task: Task, version: int, token: int = 0) -> Trajectory:
-    """A sample of one token."""
+    """Return a sample of one response token, which `version` has sampled."""
     turn, tokens = Turn("", "", 0.0, 0.0, 0.0, 0.0), bytes(4) + token.to_bytes(4, "little")
     return Trajectory(task, Outcome.OK, 0.0, tokens, [Span(1, 2)], bytes(4), [VersionRun(version, 1)], [turn])
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Bookkeeper:
-    """The bookkeeper of a run whose hub has just begun."""
+    """Return the bookkeeper of a run whose hub has just begun."""
     small = scenario()
-    book = Bookkeeper(small, lambda: 0.0)
+    book = Bookkeeper(lambda: 0.0)
     book.hub_begins(small.config(str(tmp_path)), 0, [])
     return book
 
 
 def lease(number: int, task: Task) -> tuple[p.LeaseRequest, p.LeaseReply]:
+    """Return the request of node 1 for a lease, and the reply that gives it the lease with this number."""
     return p.LeaseRequest(1, 1), p.LeaseReply([Lease(number, task, 0)], done=False)
 
 
@@ -216,7 +219,7 @@ def test_a_sample_may_be_lost_with_the_machine_unless_it_was_forced_to_the_disk(
     tmp_path: Path, journal: str, is_lost: bool
 ) -> None:
     small = scenario(checkpoint__journal=journal)
-    book = Bookkeeper(small, lambda: 0.0)
+    book = Bookkeeper(lambda: 0.0)
     book.hub_begins(small.config(str(tmp_path)), 0, [])
     delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
     book.replied(*lease(5, TASK))
@@ -233,7 +236,7 @@ def test_an_acknowledgement_may_arrive_when_the_next_hub_has_lost_the_result(
     tmp_path: Path, journal: str, is_lost: bool
 ) -> None:
     small = scenario(checkpoint__journal=journal)
-    book = Bookkeeper(small, lambda: 0.0)
+    book = Bookkeeper(lambda: 0.0)
     book.hub_begins(small.config(str(tmp_path)), 0, [])
     delivery = p.DeliverRequest(1, [p.EndedLease(5, trajectory(TASK, 0))], 0)
     book.replied(*lease(5, TASK))
@@ -260,7 +263,7 @@ def test_a_batch_with_other_samples_than_before_a_restart_is_found(book: Bookkee
 
 @pytest.mark.parametrize(("bound", "min_version"), [(None, -5), (None, -1), (1, -4)])
 def test_a_batch_with_another_age_limit_is_found(tmp_path: Path, bound: int | None, min_version: int) -> None:
-    book = Bookkeeper(scenario(), lambda: 0.0)
+    book = Bookkeeper(lambda: 0.0)
     book.hub_begins(scenario(train__max_token_age=bound).config(str(tmp_path)), 0, [])
     shard = Shard(0, min_version, [], [], 0, 0)
     with pytest.raises(BrokenLaw, match=f"no token is older than allowed: step 0 trains version {min_version}"):
@@ -281,7 +284,7 @@ def test_a_lease_may_reach_a_hanging_node_after_its_task_was_trained(book: Bookk
 
 def test_a_lease_for_a_node_that_leaves_is_found(tmp_path: Path) -> None:
     seconds = count()
-    book = Bookkeeper(scenario(), lambda: float(next(seconds)))
+    book = Bookkeeper(lambda: float(next(seconds)))
     book.hub_begins(scenario().config(str(tmp_path)), 0, [])
     book.replied(*lease(5, TASK))
     book.replied(p.Leave(1), p.Ack())
