@@ -1,4 +1,12 @@
-"""Scenario: the configuration and the faults of one seed, how they are drawn, and how a failing one is made smaller."""
+"""Scenario: the configuration and the faults of one seed, how they are drawn, and how a failing one is made smaller.
+
+`flash.simulate.faults.play` plays scenarios. A seed gives the same scenario everywhere: each draw follows from the ones
+before it, so a new draw in the middle changes all scenarios.
+
+Names: the *hub* holds the state of the run, and runs in one process with node 0. A *node* runs engines and episodes. A
+*rank* is a process that trains. `Settings` are keys of the run's configuration with a dot, such as `run.steps`, and
+their values. All times are seconds of the virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +66,16 @@ Kind = Literal[
     "drain slowly",
     "interrupt",
 ]
-"""Kind of a fault, or of an event that a person causes."""
+"""Kind of a fault, or of an event that a person causes. `flash.simulate.faults.play._happen` does each of them:
+
+- crash: the process is killed. lose machine: its processes vanish without ending their connections, and unsynced data
+  of the hub's machine is lost. hang: the process stops for a while (SIGSTOP).
+- slow network: all messages of a machine are late. lose connection: one connection breaks. cut: no bytes pass between
+  a machine and the hub's machine, in one direction or both.
+- full disk, slow disk: the disk of the hub's machine. engine …, environments …: see the names.
+- join: one more node. drain: a person asks a node to leave, maybe over a slow network. interrupt: a person interrupts
+  the run, and resumes it, maybe with other settings.
+"""
 WEIGHTS: dict[Kind, int] = {
     "crash hub": 8,
     "lose machine of hub": 3,
@@ -85,7 +102,8 @@ WEIGHTS: dict[Kind, int] = {
     "drain slowly": 3,
     "interrupt": 5,
 }
-"""Relative frequencies of the kinds."""
+"""Relative frequencies of the kinds. The most frequent one is a crash of the hub, after which a run recovers from its
+files."""
 MESSAGES = tuple(
     each.__name__
     for each in (
@@ -94,7 +112,8 @@ MESSAGES = tuple(
         *(JoinRequest, Leave),
     )
 )
-"""Messages at whose arrival at the hub a fault may happen."""
+"""Messages at whose arrival at the hub a fault may happen, by name. A name that comes more often is drawn more often,
+as in the other tuples below."""
 ANSWERED = " answered"
 """End of the text in `Fault.on` for the arrival of a reply at the process that has sent the message."""
 _PROMISES = tuple(each.__name__ + ANSWERED for each in (DeliverRequest, Commit, BatchRequest, BatchRequest))
@@ -115,11 +134,11 @@ MOMENTS: dict[Kind, tuple[str, ...]] = {
 _OF_HUB: frozenset[Kind] = frozenset({"crash hub", "lose machine of hub", "interrupt"})
 """Kinds of faults after which another hub process goes on."""
 HORIZON_S = 30.0
-"""Seconds in which the drawn faults begin."""
+"""Seconds since the start of the simulation in which the drawn faults begin."""
 AGAIN = 0.3
 """Share of the runs in which a fault happens once or twice more, since a recovery may spoil what the next one needs."""
 MOST_DRAWS = 50
-"""Most draws of a configuration until one of them has no problem."""
+"""Most draws of a configuration until the checks of a real run accept one."""
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -127,20 +146,22 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: Kind
     at: float
-    """Seconds since the start of the run."""
+    """Seconds since the start of the simulation."""
     who: int = 0
     """Number from which the affected node, rank, engine or connection follows, by its remainder."""
     seconds: float = 0.0
-    """Duration, for kinds that last."""
+    """Seconds that the fault lasts; 0 for kinds that happen at once. If a node or its machine is lost: seconds until
+    the next process of the node may start."""
     on: str = ""
     """Message whose next arrival at the hub after `at` is the moment of the fault; with `ANSWERED` at its end, the next
     arrival of a reply to such a message. Empty: `at` is the moment."""
     passes: int = 0
-    """Number of passes of the event loop after that moment, in which the processes go on."""
+    """Number of passes of the event loop between that moment and the fault, in which the processes go on."""
     wait: float = 0.0
-    """Seconds after that moment."""
+    """Seconds between these passes and the fault."""
     settings: dict[str, Any] = {}
-    """Settings with which the run is resumed after an interrupt, by dotted key; `domains`: weights of the domains."""
+    """Settings with which the run is resumed after an interrupt; empty: they do not change. The key `domains`, which is
+    no setting, has the new weights of the domains."""
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -148,12 +169,13 @@ class Scenario(msgspec.Struct, frozen=True):
 
     seed: int
     settings: dict[str, Any]
-    """Settings of the run that differ from `BASE`, by dotted key."""
+    """Settings of the run that are not in `BASE`, or differ from it."""
     nodes: int
-    """Number of nodes that join the first one."""
+    """Number of nodes that join node 0 at the start."""
     domains: dict[str, float]
-    """Weight of each domain; empty if there are none."""
+    """Weight of each domain, a kind of problems, by name. Problems are drawn by these weights. Empty: no domains."""
     faults: list[Fault]
+    """Faults, in any order."""
 
     def config(self, output_dir: str) -> Config:
         """Return the configuration of the run, whose folder is made in `output_dir`."""
@@ -194,23 +216,29 @@ BASE: dict[str, Any] = {
     "simulate.response_tokens": {"kind": "lognormal", "mean": 40, "deviation": 30, "low": 1, "high": 120},
     "simulate.env_s": [0.1, 0.5],
 }
-"""Settings of all simulated runs, by dotted key."""
+"""Settings of all simulated runs. Deadlines are short, so that a run recovers in a minute or two of virtual time."""
 
 
 def configured(settings: dict[str, Any]) -> Config:
-    """Return the configuration with these settings beside those of `BASE`."""
+    """Return the configuration with `BASE` and these settings, which come first if both have a key.
+
+    The rules between keys are not checked (`faults_of` does). Raises ValidationError if a key or value is unknown.
+    """
     tables: dict[str, Any] = {}
     for key, value in (BASE | settings).items():
         section, _, name = key.partition(".")
         table = tables.setdefault(section, {})
-        if name:
+        if name:  # a key without a dot names a whole table, which gets its defaults
             table[name] = value
     config = msgspec.convert(tables, Config)
     return replace(config, model=replace(config.model, dtype="float32"))
 
 
 def problems_of(domains: dict[str, float], config: Config) -> ProblemKinds:
-    """Return the kinds of the problems of a run with these domains."""
+    """Return the kinds of the problems of a run with these domains: which kind a seed has, and their weights.
+
+    `domains` has the weight of each domain by name. Without domains, all problems have the one kind "".
+    """
     names = sorted(domains)
     return ProblemKinds.of(
         config,
@@ -223,10 +251,11 @@ def problems_of(domains: dict[str, float], config: Config) -> ProblemKinds:
 
 
 def draw(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
+    """Return the scenario of a seed. `play_seed` plays it."""
     dice = random.Random(f"scenario {seed}")
     settings = _draw_settings(dice, seed)
     domains = {}
+    # A real run refuses `fifo_window`, which delivers groups nearly in order, together with domains.
     if "rollout.fifo_window" not in settings and dice.random() < 0.25:
         domains = {name: float(dice.choice([1, 1, 2, 5])) for name in ("a", "b", "c")[: dice.randint(2, 3)]}
     faults = [_draw_fault(dice, settings, domains) for _ in range(dice.choice([1, 1, 2, 2, 3, 4, 6]))]
@@ -241,7 +270,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_settings(dice: random.Random, seed: int) -> dict[str, Any]:
-    """Return settings that the checks of a real run accept."""
+    """Return drawn settings that the checks of a real run accept. `seed` becomes the seed of the run."""
     for _ in range(MOST_DRAWS):
         settings = _draw_any_settings(dice, seed)
         if not faults_of(settings):
@@ -250,7 +279,10 @@ def _draw_settings(dice: random.Random, seed: int) -> dict[str, Any]:
 
 
 def faults_of(settings: dict[str, Any]) -> list[str]:
-    """Return the problems that the checks of a real run find in these settings."""
+    """Return the problems that the checks of a real run find in these settings, as sentences; empty if there is none.
+
+    Checks of the machine, such as of its GPUs, are left out.
+    """
     config = configured(settings)
     checks = (check_batch, check_rollout, check_train, check_lora, check_algorithm, check_eval)
     try:
@@ -260,7 +292,7 @@ def faults_of(settings: dict[str, Any]) -> list[str]:
 
 
 def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
-    """Return settings that may contradict each other."""
+    """Return drawn settings that may contradict each other. Runs are small, so that a simulation takes a second."""
     group = dice.choice([2, 2, 3, 4])
     groups = dice.choice([1, 2, 3, 4, 4, 6])
     settings: dict[str, Any] = {
@@ -296,7 +328,7 @@ def _draw_any_settings(dice: random.Random, seed: int) -> dict[str, Any]:
 
 
 def _draw_resumable(dice: random.Random) -> dict[str, Any]:
-    """Return values of the keys that may change when a run is resumed."""
+    """Return drawn values for the keys that may change when a run is resumed."""
     alpha = dice.choice([0.0, 0.5, 1.0, 1.0, 2.0, round(dice.uniform(0, 2), 2)])
     settings: dict[str, Any] = {
         "train.async_ratio": alpha,
@@ -313,7 +345,10 @@ def _draw_resumable(dice: random.Random) -> dict[str, Any]:
 
 
 def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str, float]) -> Fault:
-    """Return a fault that happens at a random time, or at a random message."""
+    """Return a fault that happens at a random time, or at a random message.
+
+    `settings` and `domains` are those of the run, which an interrupt may change.
+    """
     kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     fault = Fault(kind, round(dice.uniform(0, HORIZON_S), 2), dice.randrange(1000))
     on = ""
@@ -322,10 +357,12 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
     elif dice.random() < 0.5:
         on = dice.choice(MESSAGES) + dice.choice(["", "", ANSWERED])
     if on:
-        # A run may be over before a late moment comes.
+        # A run may be over before a message that comes after a late time.
         fault = replace(fault, at=round(fault.at / 2, 2), on=on)
         fault = replace(fault, passes=dice.choice([0, 1, 3, dice.randrange(40)]), wait=_draw_wait(dice))
     seconds = 0.0
+    # Some durations are longer than the deadlines that notice the fault, and some are shorter: a short fault must not
+    # end anything. A hub that hangs is restarted after 60 s, and a cut connection is lost after 60 s.
     if kind in ("hang hub", "hang node", "hang rank"):
         seconds = dice.choice([3.0, 8.0, 15.0, 40.0, 100.0, 100.0])
     elif kind in ("cut one way", "cut both ways"):
@@ -335,7 +372,7 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
     elif kind in ("engines refuse to start", "environments raise", "environments hang"):
         seconds = dice.uniform(5, 40)
     elif kind in ("drain", "lose machine of node", "crash node", "interrupt"):
-        seconds = dice.choice([1.0, 3.0, 20.0])  # until it comes back
+        seconds = dice.choice([1.0, 3.0, 20.0])  # until the process comes back
     elif kind == "drain slowly":
         seconds = dice.uniform(5, 30)
     fault = replace(fault, seconds=round(seconds, 2))
@@ -345,10 +382,13 @@ def _draw_fault(dice: random.Random, settings: dict[str, Any], domains: dict[str
 
 
 def _draw_change(dice: random.Random, settings: dict[str, Any], domains: dict[str, float]) -> dict[str, Any]:
-    """Return settings with which a run is resumed. The key `domains` has the weights of another mixture."""
+    """Return settings with which a run is resumed after an interrupt, as in `Fault.settings`.
+
+    Empty: no setting changes, because the drawn ones contradict the `settings` of the run.
+    """
     if domains and dice.random() < 0.4:
         return {"domains": {name: float(dice.choice([1, 3, 8])) for name in domains}}
-    if dice.random() < 0.15:  # which the resume has to refuse
+    if dice.random() < 0.15:  # another size of groups, which the resume has to refuse
         size = settings["rollout.group_size"]
         return {"rollout.group_size": size + 1, "train.batch_size": settings["train.batch_size"] // size * (size + 1)}
     changed = _draw_resumable(dice)
@@ -356,7 +396,7 @@ def _draw_change(dice: random.Random, settings: dict[str, Any], domains: dict[st
 
 
 def _draw_wait(dice: random.Random) -> float:
-    """Return some seconds after a message: mostly less than a write takes."""
+    """Return the seconds between a message and a fault: mostly less than a write to the disk takes (0.04 s)."""
     return round(dice.choice([0.0, *(dice.uniform(0, most) for most in (0.01, 0.05, 0.05, 2.0))]), 4)
 
 
@@ -364,7 +404,11 @@ def _draw_wait(dice: random.Random) -> float:
 
 
 def smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that are a little smaller than this one: fewer faults, fewer steps and nodes, fewer settings."""
+    """Yield scenarios that are a little smaller than this one: fewer faults, fewer steps and nodes, fewer settings.
+
+    Each differs from `scenario` in one place. Those with half of the faults come first, since `shrink` takes the first
+    one that still fails. Settings are removed only if the checks of a real run accept the rest.
+    """
     faults = scenario.faults
     for half in (faults[: len(faults) // 2], faults[len(faults) // 2 :]):
         if 1 < len(faults) != len(half):
@@ -381,7 +425,7 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
     steps = scenario.settings["run.steps"]
     if steps > 1:
         yield replace(scenario, settings=scenario.settings | {"run.steps": steps - 1})
-    needed = ("run.seed", "run.steps", "rollout.group_size", "train.batch_size")
+    needed = ("run.seed", "run.steps", "rollout.group_size", "train.batch_size")  # without these a run is larger
     for key in scenario.settings:
         if key not in needed:
             fewer = {name: value for name, value in scenario.settings.items() if name != key}
