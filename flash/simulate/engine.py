@@ -98,6 +98,7 @@ class SimEngine:
         self._stream_interval = stream_interval
         self._on_change = on_change
         self._version = -1
+        """Policy version in use; −1 before the first `load`."""
         self._version_starts: list[VersionStart] = []
         """One item for each swap, the oldest first."""
         self._dead: EngineDeadError | None = None

@@ -51,7 +51,8 @@ class SimEnvironment:
         self._env_counts = env_counts
         """Number of environments that were reset before, by the seed of their problem."""
         self._turn = 0
-        """Number of the next turn, counted from 0. Other attributes are set by `reset`."""
+        """Number of the next turn, counted from 0. `reset` sets all other attributes: the seed of the problem, the key
+        by which the workload draws times, the number of turns, and the turn in which the environment stops."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Return the first observation of the problem with this seed, after the time of a reset."""
@@ -66,8 +67,9 @@ class SimEnvironment:
     async def step(self, action: str) -> StepResult:
         """Take the time of a step, and return an observation, or after the last turn the reward.
 
-        The last step also takes the time of the reward. An environment that stops in this turn never returns, until
-        the node cancels it. `action` is empty, since simulated responses have no text.
+        A `StepResult` is (observation, reward, terminated, truncated, info), as in gymnasium. The last step also takes
+        the time of the reward. An environment that stops in this turn never returns, until the node cancels it.
+        `action` is empty, since simulated responses have no text.
         """
         turn, self._turn = self._turn, self._turn + 1
         last = self._turn == self._turns

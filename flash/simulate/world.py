@@ -335,7 +335,8 @@ class World:
     def _all_issued(self) -> bool:
         """Return True if the hub has issued all groups that the run needs: the next group would have no place.
 
-        A group that leaves untrained, filtered out or too old, gives its place back.
+        Each group takes a place, counted from 0, in the batches of the whole run, which have `place_count` places. A
+        group that leaves untrained, filtered out or too old, gives its place back.
         """
         samples = self.hub.samples
         return samples.admission.places.of(samples.source.cursor.next_group) >= samples.contract.place_count
