@@ -1,14 +1,20 @@
 // The cluster page: nodes, engines, samples on their way and failures, now or at the end of the run.
+//
+// A *picture* is a snapshot of the cluster (`Cluster` in flash/observe/cluster.py). Its times are Unix seconds. A *lease* is a sample that a
+// node works on. A *mood* is a class of the style sheet: good, bad, hint, long or none ("").
 
 import { $, ask, chooseRun, element, figure, lasting, visible } from "./tools.js";
 
 const OLD_S = 15;           // A live run writes a snapshot every two seconds.
 const MOST_SHOWN = 3000;    // Characters of a message before a button shows the rest.
+// Moods of the states of nodes and engines.
 const STATES = { serving: "good", here: "good", starting: "", loading: "", leaving: "", returning: "bad", silent: "bad", gone: "bad" };
 
-let asking = false, drawn = "";
-const boxes = new Map();
+let asking = false;        // True while a request is under way, so that a slow server does not get several at once.
+let drawn = "";            // Snapshot that the tables show, as text.
+const boxes = new Map();   // Card and table of each item of TABLES, by its id.
 
+// Make the cards of the tables. The page calls this once.
 export function prepare() {
   for (const [id, title, means, worry] of TABLES) {
     const table = element("table", "", element("thead"), element("tbody"));
@@ -24,6 +30,7 @@ export function prepare() {
   }
 }
 
+// Request the newest snapshot of the chosen run, and show it.
 export async function draw(runs) {
   const run = chooseRun($("cluster-run"), runs);
   if (!run) return empty("Choose a run above.");
@@ -31,7 +38,7 @@ export async function draw(runs) {
   asking = true;
   try {
     const came = await ask("/api/cluster", { run: run.number });
-    if ($("cluster-run").value !== `${run.number}`) return undefined;
+    if ($("cluster-run").value !== `${run.number}`) return undefined;  // The user has chosen another run meanwhile.
     if (!came.picture) {
       return empty(came.there ? "cluster.json cannot be read: another version of Flash wrote it, or it is damaged."
         : "This run has no snapshot of its cluster: it has only begun, or an older version of Flash made it.");
@@ -44,6 +51,7 @@ export async function draw(runs) {
   }
 }
 
+// Show a text in place of a snapshot.
 function empty(text) {
   $("cluster-state").textContent = text;
   $("cluster-state").className = "hint";
@@ -51,6 +59,7 @@ function empty(text) {
   drawn = "";
 }
 
+// Show the answer of the server (`ShownCluster` in flash/view/cluster.py). An unchanged snapshot only gets the present age.
 function show(run, { picture, now, tiles, figures, engines }) {
   const age = Math.max(0, now - picture.at);
   const [text, mood] = stateOf(picture, age);
@@ -66,6 +75,7 @@ function show(run, { picture, now, tiles, figures, engines }) {
   events(picture);
 }
 
+// The sentence at the top of the page and its mood. `age` is the age of the snapshot in seconds.
 function stateOf(picture, age) {
   const error = picture.error ? ` ${picture.error}` : "";
   if (picture.ended === "failed") return [`The run failed ${lasting(age)} ago.${error}`, "bad"];
@@ -74,12 +84,14 @@ function stateOf(picture, age) {
   return [picture.hub ? `The last report came ${lasting(age)} ago. The run waits for ${picture.hub.doing}.` : "The run has only begun.", "hint"];
 }
 
-// The parts of a snapshot that most tables need.
+// The parts of a snapshot that most tables need: the state of the hub, all nodes, `members`, which are the nodes that are not gone, and
+// their engines, each with its node. Before the first report there is no hub, and the lists are empty.
 function facts(picture) {
   const hub = picture.hub, nodes = hub ? hub.nodes : [], members = nodes.filter((node) => node.state !== "gone");
   return { hub, nodes, members, engines: members.flatMap((node) => (node.status ? node.status.engines.map((engine) => ({ node, engine })) : [])) };
 }
 
+// Show a card for each number of the whole cluster (`ShownNumber`).
 function showTiles(tiles) {
   $("cluster-tiles").replaceChildren(...tiles.map(({ title, means, worry, text }) => element("article", "card",
     element("header", "", element("h2", "", title), element("span", "now", visible(text))),
@@ -88,11 +100,14 @@ function showTiles(tiles) {
 
 // -- tables -----------------------------------------------------------------------------------------------------------
 
+// `ago` and `since` are texts for the seconds between a time and the snapshot; a dash without a time. `state` and `long` make cells of a
+// table with a mood. Each function below returns the head of a table and its rows. A cell is a text, or an object of `text` and `mood`.
 const ago = (picture, time) => (time === null || time === undefined ? "–" : `${lasting(Math.max(0, picture.at - time))} ago`);
 const since = (picture, time) => (time === null || time === undefined ? "–" : lasting(Math.max(0, picture.at - time)));
 const state = (name) => ({ text: name, mood: STATES[name] ?? "" });
 const long = (text) => ({ text, mood: "long" });
 
+// Tables: id, title, meaning, sentence that completes "worry when", and the function that makes the head and the rows.
 const TABLES = [
   ["nodes", "Nodes", "Each row is a process of the run that has engines or trainer ranks. Nodes that are gone come last.",
     "a node is silent or gone, its last report is old, or its oldest sample has taken far longer than an episode should take.", nodeRows],
@@ -121,6 +136,7 @@ function nodeRows(picture) {
   return [["Node", "State", "Host", "Process", "Running for", "Trainer ranks", "Engines", "Environments", "Samples", "Oldest sample", "Last report", "End"], rows];
 }
 
+// `figures` are the heads of the numbers that engines report, and `texts` these numbers, by the number of the engine.
 function engineRows(picture, figures, texts) {
   const now = facts(picture), newest = now.hub ? now.hub.published : -1;
   const rows = now.engines.map(({ node, engine }) => [`${engine.number}`, `${node.node}`, state(engine.state),
@@ -136,6 +152,7 @@ function stockRows(picture) {
   return [["Node", "Resource", "In use", "Warm", "Waiting", "At most", "Started"], rows];
 }
 
+// The last row is the process of the hub, which every run has.
 function rankRows(picture) {
   const hub = picture.hub, rows = (hub ? hub.ranks : []).map((rank) => [`${rank.rank}`, `${rank.node}`,
     rank.process === null ? { text: picture.ended ? "left" : "not there", mood: picture.ended ? "" : "bad" } : { text: "here", mood: "good" },
@@ -149,13 +166,14 @@ function leaseRows(picture) {
   return [["Age", "Node", "Split", "Group", "Member", "Attempt"], rows];
 }
 
-// The head of a column. The explanation of a number is its tooltip.
+// The head of a column: `one` is a text, or a number with its explanation (`ShownNumber`), which becomes the tooltip.
 function head(one) {
   const cell = element("th", "", one.title ?? one);
   if (one.means) cell.title = one.worry ? `${one.means} Worry when: ${one.worry}` : one.means;
   return cell;
 }
 
+// Fill a table, and hide its card if it has no rows.
 function fill({ box, table }, [titles, rows]) {
   box.hidden = !rows.length;
   table.tHead.replaceChildren(element("tr", "", ...titles.map(head)));
@@ -165,6 +183,7 @@ function fill({ box, table }, [titles, rows]) {
 
 // -- failures and events ----------------------------------------------------------------------------------------------
 
+// Explanations of kinds of failures. Kinds that are not here, such as those of a later version, have none.
 const KINDS = {
   env_error: "the environment raised, or broke its interface", env_timeout: "the environment took too long",
   reward_error: "the reward is missing, or its verifier failed", engine_error: "an engine failed the request, or took too long",
@@ -172,12 +191,14 @@ const KINDS = {
   node_silent: "a node did not answer", trainers_lost: "a trainer rank is gone or hangs", run_failed: "all processes ended with this error",
   hub_lost: "the hub ended without a last report",
 };
-const opened = new Set();
+const opened = new Set();  // Messages that the user has opened: the number of the run and the kind.
 const clock = (time) => new Date(1000 * time).toLocaleString("en-GB");
 
+// How often and when a kind of failure (`FailureKind`) has happened.
 const happened = (picture, kind) => `${figure(kind.count)} ×, last ${ago(picture, kind.last)} (${clock(kind.last)})${kind.count > 1 ? `, first ${ago(picture, kind.first)}` : ""}`;
 
-// The elements of unchanged failures stay in the page, because somebody may be reading or copying them.
+// Show the failures by kind. The elements of unchanged failures stay in the page, because somebody may be reading or copying them: only
+// their times are written again.
 function failures(run, picture) {
   const list = picture.failures, target = $("cluster-failures"), version = JSON.stringify([run.number, list]);
   if (target.dataset.version === version) {
@@ -191,6 +212,7 @@ function failures(run, picture) {
     : [element("p", "hint", "Nothing has failed.")]));
 }
 
+// The element with a failure's message. A long one is cut, and has a button that shows the rest; `name` remembers that in `opened`.
 function message(name, text) {
   const whole = opened.has(name) || text.length <= MOST_SHOWN, box = element("pre", "note", visible(whole ? text : text.slice(0, MOST_SHOWN)));
   if (whole) return box;
@@ -200,6 +222,7 @@ function message(name, text) {
   return box;
 }
 
+// Show the last lines of the run's output, the newest first. Unchanged ones stay in the page, as those of failures do.
 function events(picture) {
   const version = JSON.stringify(picture.events);
   if ($("cluster-events").dataset.version === version) return;

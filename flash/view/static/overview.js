@@ -5,11 +5,15 @@ import { $, byFinger, colourOf, element, figure, lookOf, plain } from "./tools.j
 const MOST_POINTS = 1200;  // Points of a curve. Of more, neighbours are averaged: a screen has no more pixels.
 const SMOOTH_FROM = 20;    // Rows from which a running mean is drawn.
 const MARKED = 40;         // Evaluations of a run up to which each is drawn as a point.
-const MOST_NAMES = 8;
+const MOST_NAMES = 8;      // Names of curves that a chart lists.
 
-const cards = new Map();
-let charts = [], zoom = null, redraw = () => {};
+const cards = new Map();   // By id of the chart: its elements, whether it is on the screen, and the version of its data that was drawn.
+let charts = [];           // Charts as the server describes them (`DrawnChart` in flash/view/charts.py).
+let zoom = null;           // Range of the x axis of all charts that the user has chosen; null: all of it.
+let redraw = () => {};     // Draws the view again.
 
+// Make a card for each chart. The page calls this once; `changed` draws the view again. Only cards near the visible part of the page are
+// drawn, because drawing all of them takes long.
 export function prepare(described, changed) {
   charts = described;
   redraw = changed;
@@ -31,6 +35,7 @@ export function prepare(described, changed) {
   matchMedia("(prefers-color-scheme: dark)").onchange = redraw;
 }
 
+// The rows of a run from which a chart is drawn.
 const rowsOf = (chart, run) => (chart.of === "evals" ? run.evals : run.steps);
 
 // The curves of a run in a chart. A line with a star is a curve for each column that has any text in place of the star.
@@ -48,12 +53,14 @@ function curvesOf(chart, run) {
   });
 }
 
+// The names of all columns in these rows.
 function columnsOf(rows) {
   const found = new Set();
   for (const row of rows) for (const key in row) found.add(key);
   return found;
 }
 
+// Draw the charts of which anything has changed. A chart without a curve is hidden, and named below the others.
 export function draw(runs) {
   const byHours = $("axis").value === "hours", look = lookOf(), unmeasured = [];
   for (const chart of charts) {
@@ -71,6 +78,8 @@ export function draw(runs) {
       : unmeasured.length ? `The chosen runs do not measure: ${unmeasured.join(", ")}.` : "";
 }
 
+// Draw a chart. `all` has its curves: those of `curvesOf`, each with its run and rows. `byHours`: the x axis is time. `look` is that of
+// `lookOf`. With several runs, each run has a colour, and the curves of a run differ in their dashes; with one run, each curve has a colour.
 function drawChart(chart, card, all, runs, byHours, look) {
   const titles = [...new Set(all.map((curve) => curve.title))];
   const colour = (curve) => colourOf(runs.length > 1 ? curve.run.number : titles.indexOf(curve.title) + (titles.length > 1 ? 0 : curve.run.number));
@@ -97,6 +106,8 @@ function drawChart(chart, card, all, runs, byHours, look) {
   if (!before) card.plot.on("plotly_relayout", (change) => zoomed(change));
 }
 
+// Take the range of the x axis that the user has chosen in one chart, or its reset, for all charts. Plotly calls this after other changes
+// too, such as a new width.
 function zoomed(change) {
   const range = "xaxis.range[0]" in change ? [change["xaxis.range[0]"], change["xaxis.range[1]"]]
     : change["xaxis.autorange"] ? null : undefined;
@@ -105,13 +116,16 @@ function zoomed(change) {
   redraw();
 }
 
+// A value as the chart shows it: shares in percent.
 const scaled = (chart, value) => (chart.percent && value !== undefined ? 100 * value : value);
 
+// The last value of a curve, as a text.
 function lastOf(chart, curve) {
   const known = curve.rows.filter((row) => curve.key in row);
   return `${figure(scaled(chart, known[known.length - 1][curve.key]))}${chart.percent ? " %" : ""}`;
 }
 
+// The curves of Plotly that draw a curve: one, or two if a running mean is drawn over the pale values. `named`: the name has that of the run.
 function tracesOf(chart, curve, colour, byHours, named) {
   const rows = curve.rows.filter((row) => (byHours ? "wall_s" : "step") in row);
   const x = rows.map((row) => (byHours ? row.wall_s / 3600 : row.step));
@@ -137,7 +151,8 @@ function pointsAlone(y) {
   return sizes.some(Boolean) ? { mode: "lines+markers", marker: { size: sizes } } : { mode: "lines" };
 }
 
-// The curve of evaluations: points with error bars, or a line in a band if there are many.
+// The curves of Plotly for evaluations: points with error bars, or a line in a band if there are many. `base` has the fields that all
+// curves have, and `column` returns the values of a column. Only the mean reward has an interval.
 function heldOut(base, curve, rows, column, colour) {
   const y = column(curve.key), few = rows.length <= MARKED, low = column("low"), high = column("high");
   const made = { ...base, y, mode: few ? "lines+markers" : "lines", connectgaps: true, hovertemplate: "%{y:.3f}" };
@@ -153,7 +168,7 @@ function heldOut(base, curve, rows, column, colour) {
   ];
 }
 
-// Means of neighbours, so that no more points are drawn than can be seen.
+// Means of neighbours, so that no more points are drawn than can be seen. `null` is a value that is not known, as in `runningMean`.
 function thinned(x, y) {
   const size = Math.ceil(x.length / MOST_POINTS);
   if (size <= 1) return { x, y };

@@ -1,4 +1,8 @@
 // The page: chooses runs and view, and requests the new rows of the chosen runs.
+//
+// A view is a module with `prepare`, which `begin` calls once, and `draw`, which gets the chosen runs. `draw` is called after each
+// round of requests and after each choice of the user, so it returns at once if nothing has changed. A run has the fields of `RunFacts`
+// (flash/view/app.py), its number at the server, and its rows so far: `steps` and `evals`, objects of numbers by column.
 
 import { $, ask, colourOf, element, lasting, Refused, visible } from "./tools.js";
 import * as overview from "./overview.js";
@@ -6,20 +10,28 @@ import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
 import * as cluster from "./cluster.js";
 
-const EVERY_MS = 2000;
-const VIEWS = { overview, samples, timeline, cluster };
+const EVERY_MS = 2000;  // Milliseconds between two rounds of requests. A run writes its files about as often.
+const VIEWS = { overview, samples, timeline, cluster };  // By the name that the address has after its #.
 
-let runs = [], wake = () => {};
+let runs = [];            // All runs of the server, by their numbers.
+let wake = () => {};      // Ends the pause of `follow`, so that a run that was just chosen is requested at once.
 
 const shown = () => runs.filter((run) => run.shown);
-const view = () => (location.hash.slice(1).split("?")[0] in VIEWS ? location.hash.slice(1).split("?")[0] : "overview");
 
+// The name of the view in the address; the overview if it has none.
+function view() {
+  const name = location.hash.slice(1).split("?")[0];
+  return name in VIEWS ? name : "overview";
+}
+
+// Show the view of the address, and let it draw the chosen runs.
 function draw() {
   for (const link of document.querySelectorAll("nav a")) link.className = link.hash === `#${view()}` ? "here" : "";
   for (const name in VIEWS) $(name).hidden = name !== view();
   VIEWS[view()].draw(shown());
 }
 
+// Fill the list of runs at the top, with a checkbox for each. `run.state` becomes the element with the state of a run.
 function listRuns() {
   $("runs").replaceChildren(...runs.map((run) => {
     const box = element("input"), swatch = element("i", "swatch");
@@ -34,6 +46,7 @@ function listRuns() {
   }));
 }
 
+// Write the state of a run beside its name: its last step, how long ago that was, or its end.
 function showState(run) {
   const last = run.steps[run.steps.length - 1];
   if (run.gone) { run.state.textContent = "gone: its directory was moved or removed"; return; }
@@ -53,6 +66,7 @@ async function update(run) {
     run.state.textContent = visible(error.message);
     return false;
   }
+  // Another sequence: a resumed run has replaced its rows, or the server was started again. All rows come again.
   if (came.sequence !== run.sequence) Object.assign(run, { sequence: came.sequence, steps: [], evals: [] });
   run.steps.push(...came.steps);
   run.evals.push(...came.evals);
@@ -61,11 +75,13 @@ async function update(run) {
   return came.more;
 }
 
+// Write the state of the connection to the server at the top right. `mood` is a class of the style sheet: good or bad.
 function showLink(text, mood) {
   $("link").textContent = text;
   $("link").className = mood;
 }
 
+// Request the rows of the chosen runs and draw them, again and again, as long as the page is open. Without an answer it tries again.
 async function follow() {
   for (;;) {
     let more = false;
@@ -80,6 +96,7 @@ async function follow() {
   }
 }
 
+// Request the runs and charts, prepare the views, and follow the runs.
 async function begin() {
   const contents = await ask("/api/contents");
   runs = contents.runs.map((run, number) => ({ ...run, number, sequence: "", steps: [], evals: [], ended: false }));

@@ -1,4 +1,7 @@
 // The samples of a group side by side, turn by turn and token by token.
+//
+// A group, a sample and a turn are those that the server sends (`ShownGroup`, `ShownSample` and `ShownTurn` in flash/view/samples.py). `place`
+// is the index of a token in the response of its turn. A list of a turn is empty if its values are not known.
 
 import { element, figure, lasting, visible } from "./tools.js";
 
@@ -7,7 +10,9 @@ const MOST_CHARACTERS = 6000;  // Characters of an observation or note before a 
 const OLDEST = 5;              // All ages from this one on have the same colour.
 const USES = { TRAINED: "trained", CLIPPED: "clipped", REJECTED: "rejected by a correction", TOO_OLD: "too old to be trained" };
 
-// Ways to colour tokens. `shade` returns the class of a value, from the number of limits that it exceeds. `legend` returns each class with its text.
+// Ways to colour tokens. `of` returns the value of a token; null or undefined if it is not known. `shade` returns the class of a value, from
+// the number of limits that it exceeds. `legend` returns each class with its text. `upwards` is for values from 0 up, and `bothWays` for values
+// around 0: its limits are multiplied by `scale`, and `say` turns a limit into the number that the legend shows.
 const upwards = (limits) => ({
   shade: (value) => `l${limits.filter((end) => value > end).length}`,
   legend: () => limits.map((end, place) => [`l${place + 1}`, `> ${end}`]),
@@ -22,6 +27,7 @@ const bothWays = (limits, say, scale = () => 1) => ({
     ...limits.map((end, place) => [`p${place + 1}`, `> ${short(say(end * scale(group)))}`]),
   ],
 });
+// A limit in the legend, with two digits.
 const short = (value) => figure(Number(value.toPrecision(2)));
 const largestAdvantages = new WeakMap();
 
@@ -36,6 +42,7 @@ function largestAdvantage(group) {
   return largestAdvantages.get(group);
 }
 
+// The ways by name. The log-prob has the classes of −log-prob, and its legend the log-probs themselves.
 const COLOURINGS = {
   logprob: { name: "log-prob", of: (turn, place) => turn.logprobs[place] === undefined ? null : -turn.logprobs[place],
     ...upwards([0.1, 0.7, 1.6, 3, 5]), legend: () => [-0.1, -0.7, -1.6, -3, -5].map((end, place) => [`l${place + 1}`, `< ${end}`]) },
@@ -48,8 +55,9 @@ const COLOURINGS = {
     legend: () => Object.entries(USES).map(([use, says]) => [use === "TRAINED" ? "" : use.toLowerCase(), says]) },
 };
 
-let colouring = "logprob";
+let colouring = "logprob";  // Way that the user has chosen; "": no colours.
 
+// Show a group in the element `target`. The sample with the index `chosen` is emphasised. Closing hides `target`, and dispatches `closed` there.
 export function drawGroup(target, group, chosen) {
   const choice = element("select");
   choice.title = "The key c chooses the next one";
@@ -76,10 +84,12 @@ export function drawGroup(target, group, chosen) {
 
 const meanOf = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
 
+// The sentence about the rewards of the whole group, also of samples that are not readable.
 function rewardsOf(group) {
   return `Rewards of the group: ${group.rewards.map(figure).join(", ")}; mean ${figure(meanOf(group.rewards))}. ${group.samples.length} of ${group.rewards.length} are readable.`;
 }
 
+// The elements of the legend. If no token has a value, a sentence takes their place.
 function legendOf(group) {
   const way = COLOURINGS[colouring];
   if (!way) return [];
@@ -88,6 +98,7 @@ function legendOf(group) {
   return way.legend(group).map(([shade, says]) => element("span", `token ${shade}`, ` ${says} `));
 }
 
+// The card of a sample. `chosen`: it is emphasised.
 function member(group, sample, chosen) {
   const ahead = sample.reward - meanOf(group.rewards);
   const apart = ahead ? `, ${figure(Math.abs(ahead))} ${ahead < 0 ? "below" : "above"} the group's mean` : "";
@@ -98,6 +109,7 @@ function member(group, sample, chosen) {
     ...sample.turns.map((turn, place) => turnOf(group, turn, place, sample.turns.length)));
 }
 
+// The part of a card for the turn with the index `place` among `count` turns.
 function turnOf(group, turn, place, count) {
   const metrics = Object.entries(turn.metrics).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
   const facts = [`reward ${figure(turn.reward)}`, `generated in ${lasting(turn.generate_s)}`, `environment ${lasting(turn.env_s)}`, metrics, turn.branch ? `branch ${turn.branch}` : ""];
@@ -107,12 +119,14 @@ function turnOf(group, turn, place, count) {
     element("p", "hint", visible(facts.filter(Boolean).join(" · "))));
 }
 
+// A text, cut at MOST_CHARACTERS, with a button that shows all of it. `kind` is its class.
 function shortened(text, kind) {
   const box = element("pre", kind, visible(text.slice(0, MOST_CHARACTERS)));
   if (text.length > MOST_CHARACTERS) box.append(more(`Show all ${figure(text.length)} characters`, () => box.replaceChildren(visible(text))));
   return box;
 }
 
+// The tokens of a response, at first at most MOST_TOKENS, with a button that adds the others.
 function responseOf(group, turn) {
   const box = element("pre", "said");
   const tokens = (from, to) => turn.tokens.slice(from, to).map((text, place) => token(group, turn, from + place, text));
@@ -124,12 +138,14 @@ function responseOf(group, turn) {
   return box;
 }
 
+// A button with a text that calls `act`.
 function more(text, act) {
   const button = element("button", "", text);
   button.onclick = act;
   return button;
 }
 
+// The element of a token: its text in the colour of its value. The tooltip has all known values.
 function token(group, turn, place, text) {
   const way = COLOURINGS[colouring], value = way ? way.of(turn, place, group) ?? null : null;
   const made = element("span", `token ${value === null ? "" : way.shade(value, group)}`.trim(), visible(text));

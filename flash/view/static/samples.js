@@ -3,6 +3,7 @@
 import { $, ask, chooseRun, element, figure, visible } from "./tools.js";
 import { drawGroup } from "./sample.js";
 
+// Fields of a found sample (`FoundSample` in flash/view/samples.py) that the list shows, with the heads of their columns.
 const COLUMNS = [
   ["step", "Step"], ["group_id", "Group"], ["sample_index", "Member"], ["environment", "Environment"], ["reward", "Reward"], ["outcome", "Outcome"],
   ["turns", "Turns"], ["tokens", "Tokens"], ["age", "Age"], ["excerpt", "Last response"],
@@ -11,7 +12,14 @@ const NAMES = new Set(["step", "group_id", "sample_index"]);  // Numbers that id
 const PATIENCE_MS = 250;  // Milliseconds after the last key until the search begins.
 const LATER = 20;         // Number of steps after a moment in which samples of that moment may still be trained.
 
-let found = [], continued = false, searchedTo = null, asked = "", order = null, waiting = 0, opened = 0, redraw = () => {};
+let found = [];            // Samples in the list, in the order in which they were found.
+let continued = false;     // True if the user has continued the search to older steps.
+let searchedTo = null;     // Step before which a continued search begins; null if no older step is left.
+let asked = "";            // Description of the last search: the form, the run's files, and its number of steps.
+let order = null;          // Order that the user has chosen: the field `key`, ascending if `up`; null: as found.
+let waiting = 0;           // Timer of a search that begins when the user has stopped typing.
+let opened = 0;            // Number of groups that the user has opened.
+let redraw = () => {};     // Draws the view again, with a new search if the form has changed.
 
 // Show the samples of a step or of a time range. `fields` are values for the fields of the form.
 export function lookAt(run, fields) {
@@ -23,12 +31,14 @@ export function lookAt(run, fields) {
   location.hash = "samples";
 }
 
+// Show the time range of the search as a button, whose click removes it; hide the button without a range.
 function tellTime() {
   const { time_min: begin, time_max: end } = $("query").elements, at = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
   $("query-time").hidden = !begin.value;
   $("query-time").textContent = `Active from ${at(begin.value)} to ${at(end.value)} ✕`;
 }
 
+// Make the head of the list, and connect the form. The page calls this once; `changed` draws the view again.
 export function prepare(changed) {
   redraw = changed;
   $("query-time").onclick = () => { for (const name of ["time_min", "time_max"]) $("query").elements[name].value = ""; tellTime(); redraw(); };
@@ -44,6 +54,7 @@ export function prepare(changed) {
   $("older").onclick = () => search(questions(), searchedTo, true);
 }
 
+// The fields of the form that the user has filled in, by name, as parameters of a search (`Query` in flash/view/samples.py).
 function questions() {
   const given = [...new FormData($("query"))].filter(([, value]) => value !== "");
   return Object.fromEntries(given);
@@ -71,12 +82,14 @@ function newestOf(run) {
   return after ? after.step + 1 + LATER : null;
 }
 
+// Search, and show the list. `before`: the search begins below this step; null: with the newest one. `older`: the found samples are added
+// to the list.
 async function search(wanted, before, older = false) {
   const mine = asked;
   $("older").disabled = true;
   try {
     const answer = await ask("/api/samples", before === null ? wanted : { ...wanted, before });
-    if (mine !== asked) return;
+    if (mine !== asked) return;  // A newer search has begun meanwhile.
     found = older ? [...found, ...answer.samples] : answer.samples;
     continued = older;
     searchedTo = answer.searched_to;
@@ -90,6 +103,7 @@ async function search(wanted, before, older = false) {
   }
 }
 
+// Show the found samples in the chosen order. A click or Enter opens a sample, and the arrow keys move to its neighbours.
 function list() {
   const rows = order ? [...found].sort((one, other) => (one[order.key] < other[order.key] ? -1 : one[order.key] > other[order.key] ? 1 : 0) * (order.up ? 1 : -1)) : found;
   $("list").tBodies[0].replaceChildren(...rows.map((sample) => {
@@ -112,6 +126,7 @@ function list() {
   $("older").hidden = searchedTo === null || !found.length && !asked;
 }
 
+// Show the group of a sample below the list. `row` is the row of the sample, which gets the focus back when the group is closed.
 async function open(sample, row) {
   const run = $("query").elements.run.value, target = $("group"), mine = ++opened;
   try {

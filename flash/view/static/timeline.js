@@ -3,17 +3,21 @@
 import { lookAt } from "./samples.js";
 import { $, ask, byFinger, chooseRun, element, lookOf, plain } from "./tools.js";
 
-const LANE_PX = 26;
+const LANE_PX = 26;        // Height of a lane in pixels.
 const MOST_MARKS = 60;     // Steps in the window up to which their ends are marked.
 const MOST_NUMBERS = 20;   // Steps in the window up to which the marks have numbers.
-const SMALLEST_S = 0.01;
-const REFRESH_MS = 5000;
+const SMALLEST_S = 0.01;   // Seconds of the smallest window, and of the time that a step may end before the last bar of its training.
+const REFRESH_MS = 5000;   // Milliseconds between two requests of a run that goes on, at least.
+const DOUBLE_MS = 350;     // Milliseconds after a click in which a second one makes it a double click.
 
-const DOUBLE_MS = 350;     // Time after a click in which a second one makes it a double click.
+let clicked = 0;           // Timer of a click that may still become a double click.
+let chosen = null;         // Run that is drawn.
+let part = null;           // Window that the user has chosen, with `start` and `stop` in Unix seconds; null: the whole run.
+let drawn = "";            // Description of the last request. While it stays the same, nothing is requested.
+let answer = null;         // Last answer: a `Window` (flash/view/timeline.py); null if nothing is recorded.
+let redraw = () => {};     // Draws the view again, with a new request if the window has changed.
 
-let clicked = 0;
-let chosen = null, part = null, drawn = "", answer = null, redraw = () => {};
-
+// Connect the buttons. The page calls this once; `changed` draws the view again.
 export function prepare(changed) {
   redraw = changed;
   const moved = (act) => () => {
@@ -22,6 +26,7 @@ export function prepare(changed) {
     part = act(length, middle);
     redraw();
   };
+  // The window of `length` seconds around the moment `middle`.
   const around = (length, middle) => ({ start: middle - length / 2, stop: middle + length / 2 });
   $("zoom-in").onclick = moved((length, middle) => around(Math.max(SMALLEST_S, length / 2), middle));
   $("zoom-out").onclick = moved((length, middle) => around(length * 2, middle));
@@ -31,6 +36,7 @@ export function prepare(changed) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = ""; redraw(); });
 }
 
+// Request the window of the chosen run, if it may have changed, and draw it.
 export async function draw(runs) {
   const run = chooseRun($("timeline-run"), runs);
   if (run !== chosen) { chosen = run; part = null; }
@@ -42,23 +48,26 @@ export async function draw(runs) {
   drawn = now;
   try {
     const came = await ask("/api/timeline", { run: run.number, ...(part || {}) });
-    if (now !== drawn) return undefined;
+    if (now !== drawn) return undefined;  // The user has chosen another window meanwhile.
     answer = came;
     if (!came) return note("Nothing is recorded yet.");
     drawBars(run, came);
     return note(came.lanes.every((lane) => lane.exact) ? "" : "Where single bars would be too thin, heights are shares of time. Zoom in to see each bar.");
   } catch (error) {
-    drawn = "";
+    drawn = "";  // The next call requests the window again.
     return note(error.message);
   }
 }
 
+// Write a text below the timeline. Without a run or an answer, also remove the bars of the last one.
 function note(text) {
   $("timeline-note").textContent = text;
   if (!answer || text.startsWith("Choose")) { $("bars").replaceChildren(); $("activities").replaceChildren(); Plotly.purge($("bars")); }
 }
 
-// Plotly's time axes have no time zones, so local time is passed as if it were UTC.
+// Plotly's time axes have no time zones, so local time is passed as if it were UTC. `zone` is the distance of local time from UTC at a
+// Unix time, in seconds. `clock` is a place on Plotly's axis, in milliseconds, for a Unix time in seconds; `seconds` is its inverse.
+// Plotly reports a place as a number or as a text, such as "2026-01-31 12:00:00.5".
 const zone = (seconds) => -60 * new Date(1000 * seconds).getTimezoneOffset();
 const clock = (seconds) => 1000 * (seconds + zone(seconds));
 const seconds = (shown) => {
@@ -66,6 +75,8 @@ const seconds = (shown) => {
   return there - zone(there);
 };
 
+// Draw the bars of a window, with a curve of Plotly for each activity, and dotted lines at the ends of the steps.
+// Lane 0 is at the top and has the place 0 on the y axis. Its bars take 0.84 of its height, from low to high (`LaneBar`).
 function drawBars(run, window) {
   const look = lookOf(), traces = new Map();
   const colourOf = (name) => (name === "wait" ? look.wait : window.colours[name]);
@@ -105,7 +116,7 @@ function drawBars(run, window) {
   const target = $("bars"), first = !target.data;
   target.style.height = `${height}px`;
   Plotly.react(target, [...traces.values()], layout, { displayModeBar: false, responsive: true, doubleClick: false });
-  if (!first) return;
+  if (!first) return;  // Plotly keeps the functions below for later calls.
   target.on("plotly_relayout", (change) => {
     if (!("xaxis.range[0]" in change)) return;
     const start = seconds(change["xaxis.range[0]"]), stop = seconds(change["xaxis.range[1]"]);
@@ -116,7 +127,8 @@ function drawBars(run, window) {
   target.on("plotly_click", ({ points: [bar] }) => { clearTimeout(clicked); clicked = setTimeout(() => open(bar), DOUBLE_MS); });
 }
 
-// Show the samples of a bar. A trainer's bar belongs to the step that is committed next; for another worker, the samples that were active at the time are shown.
+// Show the samples of a bar that the user has clicked, in the samples view. A trainer's bar belongs to the step that is committed next; for
+// another worker, the samples that were active at the time are shown.
 function open(bar) {
   const { base, x, y } = bar.data, place = bar.pointNumber;
   const start = seconds(base[place]), stop = start + x[place] / 1000, lane = answer.lanes[Math.round(y[place])].name;
