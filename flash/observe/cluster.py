@@ -262,7 +262,7 @@ class FailureTally:
         self._events = deque(events, maxlen=MOST_EVENTS)
 
     def failed(self, kind: str, message: str, now: float) -> None:
-        """Count a failure. `now` is in Unix seconds."""
+        """Count a failure of this kind, and keep its message as the last one. `now` is in Unix seconds."""
         # The number of kinds is bounded, so that the file stays small.
         kind = kind if kind in self._kinds or len(self._kinds) < MOST_KINDS else "other"
         before = self._kinds.get(kind)
@@ -275,7 +275,7 @@ class FailureTally:
 
     @property
     def failures(self) -> list[FailureKind]:
-        """Failures by kind, the kind of the newest failure first."""
+        """Failures by kind, the kind of the newest failure first. Any thread may read them: one operation copies them."""
         return sorted(self._kinds.values(), key=lambda each: -each.last)
 
     @property

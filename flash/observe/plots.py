@@ -207,6 +207,7 @@ def run_times(metrics: Sequence[Row], evaluations: Sequence[Row]) -> tuple[Float
     origin = min((at for row in (*metrics, *evaluations) if (at := number(row, "time")) is not None), default=0.0)
 
     def times(rows: Sequence[Row]) -> Floats:
+        """Return these seconds for each row; NaN for a row with neither number."""
         walls = column(rows, "wall_s")
         return np.where(np.isnan(walls), column(rows, "time") - origin, walls)
 

@@ -114,7 +114,11 @@ class Recorder:
             self._console.close()
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
-        """Write, print and send the row of a committed step, and return the wish of the alarms that it raises."""
+        """Write, print and send the row of a committed step, and return the wish of the alarms that it raises.
+
+        Returns None if no alarm with a reaction is raised. Adds to the row the wall time, and the number of earlier
+        rows that each tracker has lost. Raises RunDirectoryError if the row cannot be written.
+        """
         full = {**row, "wall_s": self._now() - self._run_start, **self._receivers.lost()}
         self.directory.append_metrics(full)
         self._console.stage("training")

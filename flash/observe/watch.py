@@ -69,7 +69,10 @@ COUNTERS = (
 
 
 class Watched:
-    """State of a run directory that is followed while the run writes it."""
+    """State of a run directory that is followed while the run writes it.
+
+    The constructor raises RunDirectoryError if the run's configuration is no regular file, or may not be read.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory

@@ -86,8 +86,11 @@ class RunDescription(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """An open run in a tracker. `Tracking` makes it from `TRACKERS`, and calls its methods, which may block and raise
-    anything."""
+    """An open run in a tracker. `Tracking` makes it from `TRACKERS`, and calls its methods.
+
+    The constructor opens the run: a new one, or the one of `RunDescription.id`. It imports the tracker's package. The
+    constructor and the methods may block and raise anything.
+    """
 
     id: str
     """Id by which the tracker finds the run again."""
@@ -432,6 +435,7 @@ class TrackerProcess(Receiver):
         self.consequence = f"; the run goes on, and {self._command_sends} the missing rows later"
         self._log = folder_of(directory) / f"{tracker}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        """Process of the tracker; None before `open`, and if it could not be started."""
 
     def open(self) -> None:
         """Start the process of the tracker.
