@@ -42,6 +42,7 @@ def config(alpha: float = 2.0, **settings: object) -> Config:
 
 
 def step_bounds(config: Config, **ledger: int) -> dict[str, float]:
+    """Return the seconds of each bound of a configuration, by its name. `ledger` has counts of a run."""
     found = bounds(quantities(config, ledger))
     return {bound.name: bound.step_s for bound in found}
 

@@ -28,11 +28,15 @@ from flash.types import Activity, Batch, Canary, Completion, Published
 
 TRUTH = SimulateConfig(step_s=0.02, sequence_s=0.003, context_s=0.0, prefill_s=0.0005, swap_s=0.7)
 TRAIN_TOKEN_S, TRAIN_STEP_S, PUBLISH_S = 0.004, 1.5, 0.25
+"""Seconds of training per token and per step, and of publishing, of the measured machine."""
 PLACES = 12
+"""Sequences that the engine runs at once."""
 GROUP = 4
+"""Samples of a group."""
 
 
 def config(tmp_path: Path) -> Config:
+    """Return the configuration of the measured run."""
     return Config(
         run=RunConfig(name="measured", output_dir=str(tmp_path)),
         model=ModelConfig(path="none"),
@@ -44,16 +48,17 @@ def config(tmp_path: Path) -> Config:
 
 
 class Machine:
-    """One simulated engine that serves bursts of groups, and the book of what was seen."""
+    """Simulated engine that serves bursts of groups, and a record of its responses and swaps."""
 
     def __init__(self) -> None:
         self.random = Random(3)
         self.engine = SimEngine(TRUTH, PLACES, lambda key: 20 + key // 8192 * 37 % 180, stream_interval=16)
         self.turns: dict[int, dict[int, TurnTimes]] = {}
-        """By group and sample, which is the order in which they arrive."""
+        """Times of each response, by group and number of the sample, which is the order in which they arrive."""
         self.swaps: list[Activity] = []
 
     async def respond(self, group: int, key: int) -> None:
+        """Request the response of the sample with the number `key`, and record its times."""
         prompt = tokens(group, 50 + group * 13 % 100)
         begun = anyio.current_time()
         request = ResponseRequest(prompt, 500, key * 8192)
@@ -62,11 +67,13 @@ class Machine:
         self.turns.setdefault(group, {})[key] = TurnTimes(len(prompt), len(done[0].token_ids), begun, spent, 0.0, 0)
 
     async def swap(self, version: int) -> None:
+        """Load a version, and record the swap."""
         begun = anyio.current_time()
         await self.engine.load(Published(version, "tcp", b"", Canary([], [])), keep_cache=False)
         self.swaps.append(Activity("engine 0", "swap", begun, anyio.current_time()))
 
     async def run(self) -> None:
+        """Serve 24 bursts of one to eight groups, with a swap in each."""
         await self.swap(0)
         for burst in range(24):
             async with anyio.create_task_group() as group:
@@ -79,6 +86,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
+    """Return a machine that has served all of its bursts."""
     machine = Machine()
     run_virtual(machine.run)
     return machine
@@ -86,7 +94,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def run_dir(machine: Machine, tmp_path: Path) -> Path:
-    """What a recorder would have written of the machine's run, eight groups to a step."""
+    """Return the directory of the machine's run, as a recorder would have written it, with eight groups in a step."""
     directory = RunDirectory.open(tmp_path / "measured", dump(config(tmp_path)))
     groups = sorted(machine.turns)
     time = 0.0
@@ -142,13 +150,16 @@ class Book(SimObserver):
         self.directory = directory
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
+        """Write the row of a step."""
         self.directory.append_metrics(row)
         return super().step(row)
 
     def activities(self, rows: Sequence[Activity]) -> None:
+        """Write activities."""
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
+        """Write lengths and times of the samples of a step."""
         self.directory.append_samples(sample_times(one, batch.step) for one in batch.trajectories)
 
 

@@ -20,11 +20,21 @@ from flash.simulate.steps import CachedContext, PrefixCache
 from flash.types import Canary, Completion, Published, VersionRun
 
 NEVER = 1_000_000
+"""Limit that no response reaches, in tokens, and time that no workload reaches, in seconds."""
 CONSTANTS = SimulateConfig(step_s=0.013, sequence_s=0.0007, context_s=2e-5, prefill_s=3e-4, swap_s=0.4)
 
 
 class Arrival:
-    """A request of the random workload."""
+    """Request of the random workload.
+
+    Args:
+        at: time of its arrival. Times are seconds since the engine has its first version.
+        problem: number of its problem, which is also the first token of its prompt.
+        prompt: tokens of its prompt.
+        length: tokens of its response.
+        key: number of the request.
+        leaves: time at which its caller aborts it; None: never.
+    """
 
     def __init__(self, at: float, problem: int, prompt: int, length: int, key: int, leaves: float | None) -> None:
         self.at, self.problem, self.prompt, self.length, self.key = at, problem, prompt, length, key
@@ -35,7 +45,14 @@ class Arrival:
 
 
 class Naive:
-    """The same rules, one step after the other, over plain lists. Seconds."""
+    """Engine with the rules of `SimEngine` that takes each step by itself, over plain lists.
+
+    Args:
+        constants: constants of the engine.
+        places: most sequences that run at once.
+        arrivals: requests of the workload.
+        loads: swaps, as pairs of the time at which they are requested, and True if the cache is kept.
+    """
 
     def __init__(self, constants: SimulateConfig, places: int, arrivals: list[Arrival], loads: list[tuple]) -> None:
         self.constants, self.places = constants, places
@@ -44,23 +61,31 @@ class Naive:
         self.waiting: list[Arrival] = []
         self.running: list[Arrival] = []
         self.tokens: dict[int, list[int]] = {arrival.key: [] for arrival in arrivals}
+        """Version of each sampled token, by request."""
         self.cached: OrderedDict[Any, int] = OrderedDict()
+        """Cached tokens of each context, by (kind, number, version), the least recently used first."""
         self.cold: set[int] = set()
+        """Running requests whose whole context the next step computes again, after a swap."""
         self.ends: dict[int, float] = {}
+        """Time at which each response was complete, by request, unless its caller had left."""
         self.preemptions = 0
         self.version = 0
         self.cache_version: dict[int, int] = {}
+        """Version of the cached contexts that each request may use."""
 
     def arrive(self, now: float) -> None:
+        """Add the requests that have arrived until `now` to the wait queue."""
         while self.arrivals and self.arrivals[0].at <= now:
             arrival = self.arrivals.popleft()
             self.waiting.append(arrival)
             self.cache_version[arrival.key] = self.version
 
     def size(self, arrival: Arrival) -> int:
+        """Return the tokens of a request's prompt and of its response so far."""
         return arrival.prompt + len(self.tokens[arrival.key])
 
     def run(self) -> None:
+        """Take steps until nothing is left to do."""
         now, c = 0.0, self.constants
         while self.arrivals or self.waiting or self.running or self.loads:
             self.arrive(now)
@@ -84,6 +109,7 @@ class Naive:
                         self.ends[arrival.key] = now
 
     def let_go(self, now: float) -> None:
+        """Remove the requests whose callers have left until `now`."""
         for gone in [a for a in self.running + self.waiting if a.leaves is not None and a.leaves <= now]:
             if gone in self.running:
                 self.hold("episode", gone.key, gone, self.size(gone))
@@ -92,6 +118,7 @@ class Naive:
                 self.waiting.remove(gone)
 
     def swap(self, now: float) -> float:
+        """Load the next version, and return the time at which it is loaded."""
         _, keep = self.loads.popleft()
         now += self.constants.swap_s
         self.arrive(now)
@@ -110,6 +137,7 @@ class Naive:
         return now
 
     def preempt_and_join(self) -> int:
+        """Return requests to the wait queue, and let others join. Returns the tokens that the next step prefills."""
         limit, chill = self.constants.kv_tokens, 0
         while limit and len(self.running) > 1 and sum(map(self.size, self.running)) + len(self.running) > limit:
             self.waiting.insert(0, self.running.pop())
@@ -137,27 +165,31 @@ class Naive:
         return chill
 
     def known(self, *name: Any) -> int:
+        """Return the cached tokens of a context, which becomes the most recently used one."""
         if name in self.cached:
             self.cached.move_to_end(name)
         return self.cached.get(name, 0)
 
     def hold(self, kind: str, number: int, arrival: Arrival, tokens: int) -> None:
+        """Cache a context of a request, as the most recently used one."""
         name = kind, number, self.cache_version[arrival.key]
         self.cached[name] = tokens
         self.cached.move_to_end(name)
 
 
 def request(arrival: Arrival) -> ResponseRequest:
+    """Return the request of an arrival, with the key of the first turn of its episode."""
     prompt = [arrival.problem, *[0] * (arrival.prompt - 1)]
     return ResponseRequest(prompt, NEVER, key=arrival.key * 8192)
 
 
 def published(version: int) -> Published:
+    """Return the announcement of a version."""
     return Published(version, "tcp", b"", Canary([1, 2], [-1.0]))
 
 
 class Driven:
-    """The engine on the virtual clock, under the same arrivals."""
+    """Real `SimEngine` on the virtual clock, with the workload that `Naive` gets."""
 
     def __init__(self, constants: SimulateConfig, places: int, arrivals: list[Arrival], loads: list[tuple]) -> None:
         lengths = {arrival.key * 8192: arrival.length for arrival in arrivals}
@@ -168,6 +200,7 @@ class Driven:
         self.streamed: dict[int, int] = {}
 
     async def run(self) -> None:
+        """Load version 0, and send the requests and swaps of the workload at their times."""
         await self.engine.load(published(0), keep_cache=True)
         self.begun = anyio.current_time()
         async with anyio.create_task_group() as group:
@@ -177,11 +210,13 @@ class Driven:
         await anyio.sleep(1)  # a step in flight ends after its reader is gone
 
     async def swap(self) -> None:
+        """Load the versions of the workload, one after the other."""
         for version, (at, keep) in enumerate(self.loads, 1):
             await anyio.sleep_until(self.begun + at)
             await self.engine.load(published(version), keep_cache=keep)
 
     async def ask(self, arrival: Arrival) -> None:
+        """Send one request at its time, and record its pieces and its end, unless its caller leaves before."""
         await anyio.sleep_until(self.begun + arrival.at)
         with anyio.CancelScope(deadline=self.begun + (arrival.leaves or NEVER)):
             async for piece in self.engine.generate(request(arrival)):
@@ -199,6 +234,7 @@ times = st.integers(1, 12_000).map(lambda t: t / 1000)
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[SimulateConfig, int, list[Arrival], list[tuple[float, bool]]]:
+    """Draw the arguments of `Naive` and `Driven`."""
     prompts = [draw(st.integers(1, 40)) for _ in range(3)]
     arrivals: list[Arrival] = []
     for i in range(draw(st.integers(1, 12))):
@@ -228,7 +264,7 @@ THE_FIRST_THAT_WAITS_LEAVES = (
     ],
     [],
 )
-"""It was put back, has no room, and keeps a smaller one from joining until it leaves."""
+"""Workload in which a preempted request has no room, and keeps a smaller one from joining until it is aborted."""
 
 
 @given(workloads())
@@ -252,15 +288,18 @@ def test_the_closed_form_ends_every_response_when_a_step_by_step_engine_does(wor
 
 
 def make(places: int = 4, length: int = 50, interval: int = 10, **constants: Any) -> SimEngine:
+    """Return an engine whose steps take 0.1 s and whose responses all have `length` tokens."""
     settings = SimulateConfig(**{"step_s": 0.1, "sequence_s": 0.0, "context_s": 0.0, "prefill_s": 0.0} | constants)
     return SimEngine(settings, places, lambda key: length, interval)
 
 
 def ask(key: int, *, limit: int = NEVER, done: int = 0) -> ResponseRequest:
+    """Return a request of at most `limit` tokens. `done`: number of tokens that another engine has sampled before."""
     return ResponseRequest([key, *[0] * (9 + done)], limit, key=key * 8192, generated=done)
 
 
 async def collect(engine: SimEngine, request: ResponseRequest) -> tuple[list[Progress], Completion]:
+    """Return the pieces of a response, and its completion."""
     pieces = [piece async for piece in engine.generate(request)]
     completion = pieces.pop()
     assert isinstance(completion, Completion)
@@ -268,7 +307,10 @@ async def collect(engine: SimEngine, request: ResponseRequest) -> tuple[list[Pro
 
 
 async def versions_around_a_swap(waits_s: float) -> list[VersionRun]:
-    """Of a response of 20 tokens, while version 1 comes after 0.75 s and takes 3 s: it is waited for so long."""
+    """Return the versions of a response of 20 tokens. Version 1 is requested after 0.75 s, and its swap takes 3 s.
+
+    `waits_s`: seconds after which the swap is cancelled.
+    """
     engine = make(length=20, swap_s=3.0)
     await engine.load(published(0), keep_cache=False)
     got: list[Completion] = []
@@ -347,6 +389,7 @@ async def test_an_aborted_request_leaves_its_place_at_the_end_of_the_step() -> N
 
 
 async def cancel_after(scope: anyio.CancelScope, seconds: float) -> None:
+    """Cancel a scope after some seconds."""
     await anyio.sleep(seconds)
     scope.cancel()
 

@@ -16,6 +16,7 @@ from flash.types import Task
 
 
 def make(limit: int = 4096, seed: int = 0, **settings: Any) -> Workload:
+    """Return a workload with responses of at most `limit` tokens."""
     return Workload(SimulateConfig(**settings), seed, limit)
 
 

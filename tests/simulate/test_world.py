@@ -48,11 +48,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(**changes: dict[str, Any]) -> Config:
+    """Return the configuration of DEFAULTS with changes, by table."""
     return msgspec.convert({name: DEFAULTS[name] | changes.get(name, {}) for name in DEFAULTS}, Config)
 
 
 def same(report: SimReport) -> SimReport:
-    """Without what differs between two simulations of the same run."""
+    """Return a report without the real times, which differ between two simulations of one run."""
     return msgspec.structs.replace(report, real_s=0.0, loop_lag_p99_ms=0.0)
 
 
@@ -253,16 +254,18 @@ def test_a_fuller_cache_makes_a_run_slower() -> None:
 
 
 class Watched(World):
-    """Looks, whenever time is about to pass, whether a place stays empty that a task could take.
+    """World in which, whenever time is about to pass, no place of an engine may be empty that a task could take.
 
-    While a node loads the newest version its share of what this one admits is kept for it.
+    While a node loads the newest version, its share of the tasks that this version admits is kept for it.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.looks = 0
+        """Number of times that a node had a free place."""
 
     def look(self) -> None:
+        """Check that the hub has no task for any node with a free place."""
         for node in self.nodes:
             free = [
                 engine
@@ -277,7 +280,7 @@ class Watched(World):
             if min(versions) < max(versions):
                 continue
             self.looks += 1
-            # Not what numbers the leases, which cannot be copied from Python 3.14 on.
+            # The copy shares the counter of lease numbers, which cannot be copied from Python 3.14 on.
             numbers = self.hub.samples.leases.ids
             tried = copy.deepcopy(self.hub.buffer, {id(numbers): itertools.count()})
             lease = tried.lease([engine.version for engine in free], node.number)
@@ -285,15 +288,20 @@ class Watched(World):
 
 
 class WatchedLoop(VirtualLoop):
+    """Virtual clock that lets a `Watched` look each time before it advances."""
+
     world: Watched | None = None
 
     def jump(self, seconds: float | None) -> None:
+        """Advance the clock, like `VirtualLoop.jump`."""
         if self.world is not None and seconds:
             self.world.look()
         super().jump(seconds)
 
 
 def watched(config: Config) -> Watched:
+    """Simulate a run in a `Watched`, and return it."""
+
     async def run() -> Watched:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, WatchedLoop)
