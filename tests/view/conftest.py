@@ -1,4 +1,4 @@
-"""What the tests of the page share: a recorded run, and a browser where there is one."""
+"""Fixtures of the tests of the page: a recorded run, and a browser if there is one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.view.recorded import record
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The path of a browser."""
+    """Return the path of a browser."""
     return find_browser()
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run of thirty steps."""
+    """Return a run of thirty steps."""
     return record(tmp_path / "recorded")

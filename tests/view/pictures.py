@@ -17,7 +17,7 @@ from tests.view.served import served, show
 
 WIDE, NARROW = 1280, 400
 SECONDS = 12
-"""Of the timeline."""
+"""Seconds of the timeline in its picture."""
 BARS = "document.getElementById('bars')"
 FIRST = "document.querySelector('#list tbody tr')"
 WRONG = "[...document.querySelectorAll('#list tbody tr')].find(row => row.querySelector('.reward').innerText === '0')"
@@ -25,7 +25,7 @@ DRAWN = "document.querySelector('#charts .plot').data"
 
 
 async def draw(folder: Path, run: Path) -> None:
-    """One picture of each view, and of the overview on a telephone."""
+    """Draw a picture of each view, and of the overview on a telephone."""
     with served(run) as url, tempfile.TemporaryDirectory() as profile:
         async with browser(find_browser(), Path(profile) / "profile") as page:
             await show(page, url)
@@ -53,7 +53,7 @@ async def draw(folder: Path, run: Path) -> None:
 
 
 async def keep(page: Page, file: Path, width: int, height: int) -> None:
-    """What the upper part of the window shows, once all is drawn."""
+    """Write a picture of the upper part of the window, once all is drawn."""
     await anyio.sleep(1)
     clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
     picture = await page.ask("Page.captureScreenshot", format="png", clip=clip)

@@ -32,11 +32,11 @@ HOSTILE = (
     "<img src=x onerror='hacked=1'><script>hacked=1</script></pre></td></table><svg onload=hacked=1>"
     "\u202egnirts\u2066 \x1b[2J\x1b]0;title\x07 \u200bhidden {{hacked=1}} ${hacked=1}"
 )
-"""What a page, a terminal or an eye may take for something else than text."""
+"""Text with markup, control characters and invisible characters, all of which must be shown as text."""
 
 
 def record(path: Path, steps: int = 30, *, shift: float = 0.0, said: str = "the sum is 46") -> RunDirectory:
-    """A run of so many steps; `shift` moves its curves. Every response says the same."""
+    """Record a run of `steps` steps, and return its directory. `shift` moves its curves. All responses are `said`."""
     directory = RunDirectory.open(path, CONFIG)
     directory.append_spans([*spans(steps), *_second_engine(steps)])
     for step in range(steps):
@@ -47,7 +47,7 @@ def record(path: Path, steps: int = 30, *, shift: float = 0.0, said: str = "the 
 
 
 def append_step(directory: RunDirectory, step: int, shift: float = 0.0, said: str = "the sum is 46") -> None:
-    """What a step adds to the files."""
+    """Append the rows, samples and batch of a step to the files."""
     wave = random.Random(step).gauss(0.0, 0.6)
     row = metrics_row(
         step,
@@ -76,7 +76,7 @@ def append_step(directory: RunDirectory, step: int, shift: float = 0.0, said: st
 
 
 def seen(trajectory: Trajectory, place: int) -> TrainedSample:
-    """What a trainer would tell: the first token's ratio is 1.5, the last one is clipped, and one is too old."""
+    """Return the values that a trainer reports: the first ratio is 1.5, the last token is clipped, one is too old."""
     count = trajectory.action_count
     logprobs = trajectory.behaviour() + np.array([math.log(1.5)] + [0.0] * (count - 1), dtype="<f4")
     advantages = np.full(count, 1.0 if trajectory.reward else -1.0, dtype="<f4")
@@ -88,7 +88,7 @@ def seen(trajectory: Trajectory, place: int) -> TrainedSample:
 
 
 def sample(step: int, member: int, said: str) -> Trajectory:
-    """A prompt of one token, and a word per token after it."""
+    """Return a sample with a prompt of one token, and a token for each word of the response."""
     count = len(_words(said))
     old = min(1, step)
     versions = [VersionRun(step - old, 1), VersionRun(step, count - 1)] if old else [VersionRun(0, count)]
@@ -107,16 +107,17 @@ def sample(step: int, member: int, said: str) -> Trajectory:
 
 
 def _words(said: str) -> list[str]:
+    """Return the text of each token of a response."""
     return [f"{word} " for word in said.split(" ")]
 
 
 def token_texts(said: str) -> list[str]:
-    """The text of each token of a sample."""
+    """Return the text of each token of a sample."""
     return [PROMPT, *_words(said)]
 
 
 def _second_engine(steps: int) -> list[Activity]:
-    """More bars than fit into a picture one by one."""
+    """Return activities of an engine: more bars than can be drawn one by one."""
     made: list[Activity] = []
     for place in range(60 * steps):
         at = STARTED + place / 30

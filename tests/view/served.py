@@ -16,7 +16,7 @@ from tests.browser import Page
 
 @contextmanager
 def served(*runs: Path) -> Iterator[str]:
-    """`flash view` for the time of the block. It ends well on Ctrl-C."""
+    """Run `flash view` for the time of the block, and yield its address. Ctrl-C must end it without an error."""
     command = [sys.executable, "-m", "flash", "view", *map(str, runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
@@ -35,7 +35,7 @@ def served(*runs: Path) -> Iterator[str]:
 
 
 async def show(page: Page, url: str, *, width: int = 1280, scheme: str = "light") -> None:
-    """Open it in a window of this width, tall enough for all charts to be drawn."""
+    """Open the address in a window of this width, which is tall enough for all charts to be drawn."""
     await page.ask(
         "Emulation.setDeviceMetricsOverride", width=width, height=7000, deviceScaleFactor=1, mobile=width < 600
     )

@@ -1,4 +1,4 @@
-"""What the page asks for: who may ask, and what is answered."""
+"""The server of the page: the requests that it refuses, and its answers to the others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ pytestmark = pytest.mark.anyio
 
 
 class Asking:
-    """The application for some runs, asked as a browser does."""
+    """Client that sends requests to the application for some runs, as a browser does."""
 
     def __init__(self, *paths: Path) -> None:
         app = make_app(open_runs(paths), 1)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8710")
 
     async def get(self, path: str, **questions: Any) -> Any:
+        """Return the decoded answer to a request, which must succeed."""
         answer = await self.client.get(path, params=questions)
         assert answer.status_code == 200, answer.text
         return json.loads(answer.content)

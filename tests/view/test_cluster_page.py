@@ -20,16 +20,18 @@ pytestmark = [pytest.mark.anyio, pytest.mark.integration]
 
 
 def keep(run: RunDirectory, picture: Cluster) -> None:
+    """Write the state of the cluster, as the run does."""
     run.cluster.write_bytes(msgspec.json.encode(picture))
 
 
 def table(name: str) -> str:
-    """The texts of a table's cells, row by row."""
+    """Return a script for the texts of a table's cells, row by row."""
     rows = f"[...document.querySelectorAll('#cluster-{name} tbody tr')]"
     return f"{rows}.map(row => [...row.cells].map(one => one.innerText))"
 
 
 def tile(title: str) -> str:
+    """Return a script for the text of a tile."""
     titles = "[...document.querySelectorAll('#cluster-tiles article')]"
     return f"{titles}.find(one => one.querySelector('h2').innerText === '{title}')?.querySelector('.now')?.innerText"
 

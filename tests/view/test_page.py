@@ -24,17 +24,18 @@ SCRIPTS = 2
 
 
 def curve(chart: str, place: int = -1) -> str:
-    """The numbers of a chart's curve."""
+    """Return a script for the numbers of a chart's curve, as JSON."""
     plot = f"document.querySelector('[data-chart={chart}] .plot')"
     return f"(found => found && JSON.stringify(found.y))({plot}.data?.at({place}))"
 
 
 async def numbers(page: Page, script: str) -> list[float | None]:
+    """Return the numbers of a script of `curve`, as soon as the curve is drawn."""
     return json.loads(await page.until(script))
 
 
 def fits(width: int) -> str:
-    """Nothing is wider than the window."""
+    """Return a script that is true if nothing is wider than the window."""
     return f"document.documentElement.scrollWidth <= {width}"
 
 
@@ -135,7 +136,7 @@ async def test_samples_are_found_and_what_models_write_is_text(tmp_path: Path, c
 
 
 async def test_a_group_of_long_answers_is_coloured_by_advantages(tmp_path: Path, chromium: str) -> None:
-    """Such a group has more tokens than a function of JavaScript takes arguments."""
+    # This group has more tokens than a function of JavaScript takes arguments.
     run = record(tmp_path / "run", steps=0)
     append_step(run, 0, said="word " * 130_000)
     with served(run.path) as url:
@@ -163,7 +164,7 @@ async def test_a_group_whose_samples_were_deleted_meanwhile_says_so(tmp_path: Pa
 
 
 async def colour(page: Page, by: str) -> None:
-    """Press `c` until the tokens are coloured by this."""
+    """Press `c` until the tokens are coloured by the values with this name."""
     for _ in range(8):
         if await page.value("document.querySelector('#group select').selectedOptions[0].text") == by:
             return
@@ -172,7 +173,7 @@ async def colour(page: Page, by: str) -> None:
 
 
 async def with_keys_alone(page: Page) -> None:
-    """From the open group back to the list, down by one, and into that sample."""
+    """Go from the open group back to the list, down by one, and into that sample."""
     await page.value("document.querySelector('#list tbody tr').focus()")
     await ask_for(page, step="", outcome="")
     await page.until("document.querySelectorAll('#list tbody tr').length === 18")
@@ -188,11 +189,12 @@ async def with_keys_alone(page: Page) -> None:
 
 
 async def press(page: Page, key: str, on: str = "document.activeElement") -> None:
+    """Press a key at an element; without `on`, at the one with the focus."""
     await page.value(f"void {on}.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))")
 
 
 async def nothing_else_runs(page: Page) -> None:
-    """What is put into the page all the same, does not run: its policy forbids it."""
+    """Check that scripts which get into the page all the same do not run, because its policy forbids it."""
     html = "<img src=x onerror=hacked=1><b id=b onclick=hacked=1>"
     await page.value(f"document.body.insertAdjacentHTML('beforeend', '{html}')")
     made = "document.createElement('script')"
@@ -292,11 +294,12 @@ NOTE = "document.getElementById('timeline-note').innerText"
 
 
 def at(seconds: float) -> str:
-    """A moment of the run on the axis of the timeline."""
+    """Return a script for a moment of the run on the axis of the timeline."""
     return f"(document.getElementById('bars').layout.xaxis.range[0] + {1000 * seconds})"
 
 
 async def ask_for(page: Page, **questions: Any) -> None:
+    """Fill these fields of the form of the search, and search."""
     for name, value in questions.items():
         await page.value(f"document.getElementById('query').elements.{name}.value = {json.dumps(value)}")
     await page.value("document.getElementById('query').oninput()")

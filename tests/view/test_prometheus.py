@@ -1,4 +1,4 @@
-"""What Prometheus scrapes, read with its own client, and the dashboard that draws it."""
+"""The numbers that Prometheus scrapes, read with its own client, and the dashboard that draws them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 def scraped(text: str) -> dict[tuple[str, str, str], float]:
-    """By metric, run, and kind or engine."""
+    """Return the numbers of a scrape by metric, run, and kind or engine (empty if there is none)."""
     return {
         (sample.name, sample.labels["run"], sample.labels.get("kind") or sample.labels.get("engine", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -132,6 +132,7 @@ async def test_a_pipe_in_the_place_of_a_file_takes_its_run_away_and_no_other(tmp
 
 
 async def metrics_of(*runs: Path) -> str:
+    """Return the answer of `flash view` to a scrape of these runs."""
     app = make_app(open_runs(runs), 1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8710") as client:
         return (await client.get("/metrics")).text

@@ -17,6 +17,7 @@ from tests.view.recorded import GROUP, PROMPT, append_step
 
 
 def steps_of(directory: RunDirectory, **asked: object) -> list[int]:
+    """Return the steps of the samples that a search finds."""
     return [one.step for one in find(directory, Query(**asked)).samples]
 
 
