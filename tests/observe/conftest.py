@@ -11,6 +11,7 @@ from flash.observe.rundir.rundir import RunDirectory
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
+    """Return the configuration of a run of 30 steps."""
     return Config(
         run=RunConfig(name="sample", output_dir=str(tmp_path), steps=30, seed=7),
         model=ModelConfig(path="models/tiny"),

@@ -19,6 +19,7 @@ MIN_STEPS = ALARMS["stale_share"][1].min_steps
 
 
 def told(alarms: Alarms, steps: int, **row: float) -> list[str]:
+    """Return the texts of the alarms that `steps` equal rows raise."""
     return [given.text for step in range(steps) for given in alarms.step(metrics_row(step, **row))]
 
 

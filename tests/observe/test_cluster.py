@@ -50,6 +50,7 @@ def test_what_is_kept_is_bounded_whatever_fails() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
+    """Return the directory of a new run."""
     return RunDirectory.open(tmp_path / "run", "")
 
 

@@ -23,6 +23,7 @@ def make(config: Config, tmp_path: Path) -> Any:
     """Return a function that makes a run with a last evaluation, ended or not."""
 
     def run(name: str, mean: float, *, ended: bool = True, objective: str = "decoupled_ppo", **row: float) -> Path:
+        """Make the run `name` with two evaluations, the last one with this mean, and return its directory."""
         replace = msgspec.structs.replace
         changed = replace(
             config,
@@ -42,6 +43,7 @@ def make(config: Config, tmp_path: Path) -> Any:
 
 
 def shown(*runs: Path) -> dict[str, list[str]]:
+    """Return the texts of each row of the comparison, by its title."""
     return dict(results([read_run(path) for path in runs]))
 
 

@@ -19,16 +19,22 @@ from tests.observe.sample_rows import eval_row, metrics_row
 
 
 class Terminal(io.StringIO):
+    """Stream that says that it is a terminal."""
+
     def isatty(self) -> bool:
         return True
 
 
 class NarrowTerminal(io.TextIOWrapper):
+    """Terminal with an encoding of its own."""
+
     def isatty(self) -> bool:
         return True
 
 
 class Gone(io.StringIO):
+    """Stream whose reader is gone."""
+
     def write(self, text: str) -> int:
         raise BrokenPipeError
 

@@ -12,12 +12,14 @@ from flash.observe.rundir.rundir import Followed, RunDirectory, write_atomically
 
 
 def following(path: Path) -> Followed[dict[str, Any]]:
+    """Return the rows of a file, which were read once."""
     followed = Followed(path, dict[str, Any])
     followed.read()
     return followed
 
 
 def append(path: Path, data: bytes) -> None:
+    """Append bytes to a file, as a run does."""
     with path.open("ab") as file:
         file.write(data)
 

@@ -37,6 +37,7 @@ class Slow:
         self.may = threading.Event()
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Wait until the test allows the answer, and return the numbers of the tokens."""
         self.asked.set()
         assert self.may.wait(WAIT_S)
         return [str(token) for token in token_ids]
@@ -50,6 +51,7 @@ class AskedFuture(Future[Any]):
         self._meanwhile = meanwhile
 
     def done(self) -> bool:
+        """Return the state from before the call of `meanwhile`."""
         done = super().done()
         self._meanwhile()
         return done
@@ -61,12 +63,14 @@ class Interleaved(ThreadPoolExecutor):
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call the function at once, and return its result."""
         future = AskedFuture(lambda: self.meanwhile())
         future.set_result(fn(*args, **kwargs))
         return future
 
 
 def make_config(folder: Path, **more: Any) -> Config:
+    """Return the configuration of a run in `folder`, with these tables in addition."""
     return msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder), "log_samples": 1},
@@ -80,6 +84,7 @@ def make_config(folder: Path, **more: Any) -> Config:
 
 
 def make_recorder(folder: Path, tokenizer: Slow, now: Callable[[], float] = lambda: 0.0, **more: Any) -> Recorder:
+    """Return the recorder of a new run in `folder`."""
     config = make_config(folder, **more)
     return Recorder(config, tokenizer, now=now, resume_at=None, restarts=0)
 

@@ -27,6 +27,7 @@ from tests.samples.cases import trajectory
 
 
 def a_batch(step: int = 3) -> Batch:
+    """Return the batch of a step: two groups of two samples, and a sample that was trained earlier."""
     made = [trajectory(Task(index, index // 2, index % 2, 7), 2, 5 + index) for index in range(4)]
     return Batch(step, 1, made, [BatchSample(9, 0.5, 1, 3, False, [0.5])])
 

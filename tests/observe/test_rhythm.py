@@ -31,6 +31,7 @@ TOKENS = ["ask", "=", " so", "12", "\n", "\x1b[2J", "\u202e", "好的", "a-very-
 
 
 def response(count: int = 8, **changes: Any) -> MeasuredResponse:
+    """Return a response of `count` tokens whose signals all grow; the second token is a plan token."""
     values = [0.25 * place for place in range(count)]
     plan = [place == 1 for place in range(count)]
     seen = MeasuredResponse(

@@ -13,6 +13,7 @@ LEDGER = {"issued": 640, "trained": 192, "trained_tokens": 750, "discarded_token
 
 
 def summary(config: Config, metrics: list[dict[str, float]], evaluations: list[dict[str, float]]) -> Summary:
+    """Return the summary of a run with these rows, the totals of LEDGER, and one restart."""
     return summarise(config, metrics, evaluations, ledger=LEDGER, restarts=1)
 
 

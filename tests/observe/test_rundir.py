@@ -22,6 +22,7 @@ from tests.observe.sample_rows import eval_row, metrics_row, spans
 
 
 def trajectory(versions: list[VersionRun], prompt: int = 2) -> Trajectory:
+    """Return a sample of one turn, whose response tokens these versions have sampled."""
     actions = sum(run.count for run in versions)
     return Trajectory(
         task=Task(task_id=17, group_id=2, sample_index=1, seed=99),
@@ -36,6 +37,7 @@ def trajectory(versions: list[VersionRun], prompt: int = 2) -> Trajectory:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
+    """Return the rows of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

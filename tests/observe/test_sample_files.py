@@ -37,6 +37,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "view.md"
 
 
 def made(step: int, text: str = "a sum") -> Sample:
+    """Return a readable sample of `step` with one turn and two response tokens."""
     turns = [SampleTurn("1+1=", text, 0.5, 0.1, 0.2, {"correct": 1.0, "é": math.pi}, "a note", 0)]
     return Sample(
         step=step,

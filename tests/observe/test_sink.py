@@ -40,6 +40,8 @@ class Good:
 
 
 class Failing(Good):
+    """Sink that fails on the steps 1 and 2, but keeps their rows."""
+
     def __call__(self, kind: str, row: dict[str, Any]) -> None:
         super().__call__(kind, row)
         if kind == "step" and row["step"] in (1, 2):
@@ -57,6 +59,7 @@ class Slow(Good):
 
 
 def broken(config: dict[str, Any], resumed_at: int | None) -> Good:
+    """Raise an error in place of making a sink."""
     raise OSError("no key for the tracker")
 
 
@@ -69,16 +72,20 @@ made: list[Good] = []
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
+    """Forget the sinks of other tests, and let `Slow` wait again."""
     made.clear()
     Slow.may.clear()
 
 
 class NoText:
+    """Tokenizer without texts."""
+
     def token_texts(self, token_ids: Any) -> list[str]:
         return []
 
 
 def make_config(folder: Path, sink: str, **more: Any) -> Config:
+    """Return the configuration of a run in `folder` with one of the sinks of this file."""
     return msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder)},
@@ -99,6 +106,7 @@ def play(
     config = make_config(folder, sink)
 
     async def go() -> float:
+        """Record the steps, and return the time at the end."""
         now = anyio.current_time
         with Recorder(config, NoText(), now=now, resume_at=resume_at, restarts=0) as recorder:
             recorder.evaluation(eval_row(0, 0.5))
@@ -112,6 +120,7 @@ def play(
 
 
 def finish(recorder: Recorder) -> None:
+    """End the run in order."""
     recorder.finish({"issued": 4, "trained": 4}, {}, interrupted=True)
 
 
@@ -240,6 +249,8 @@ def test_a_sink_that_hangs_is_told_of_once_while_the_run_goes_on() -> None:
     clock, inside = [1000.0], threading.Event()
 
     class Hanging(Good):
+        """Sink that hangs until the test lets it go on."""
+
         def __call__(self, kind: str, row: dict[str, Any]) -> None:
             inside.set()
             assert Slow.may.wait(WAIT_S)

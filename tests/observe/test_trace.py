@@ -14,6 +14,7 @@ from tests.observe.sample_rows import STARTED, metrics_row, spans
 
 
 def complete(made: dict[str, Any], process: int) -> list[dict[str, Any]]:
+    """Return the bars of one process of a trace."""
     return [event for event in made["traceEvents"] if event["ph"] == "X" and event["pid"] == process]
 
 

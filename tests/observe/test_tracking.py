@@ -30,6 +30,8 @@ ALL: Sequence[TrackerName] = list(TRACKERS)
 
 
 class NoText:
+    """Tokenizer without texts."""
+
     def token_texts(self, token_ids: Any) -> list[str]:
         return []
 
@@ -41,10 +43,12 @@ class Calls:
         self.file = file
 
     def of(self, call: str) -> list[dict[str, Any]]:
+        """Return the calls of this name, in order, each with its arguments."""
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
         return [told for line in lines if (told := json.loads(line))["call"] == call]
 
     def steps(self, name: str = "train/reward") -> list[int]:
+        """Return the steps of all values with this name that were sent."""
         return [told["step"] for told in self.of("log") if name in told["values"]]
 
 
@@ -79,16 +83,19 @@ def tracked_run(config: Config) -> RunDirectory:
 
 
 def with_trackers(config: Config, *names: TrackerName) -> Config:
+    """Return a configuration with these trackers, which have WAIT_S for the rest at the end."""
     deadlines = msgspec.structs.replace(config.deadlines, close=WAIT_S)
     return msgspec.structs.replace(config, track=TrackConfig(to=list(names)), deadlines=deadlines)
 
 
 def written(directory: RunDirectory, steps: Sequence[int]) -> None:
+    """Append the rows of these steps to a run."""
     for step in steps:
         directory.append_metrics(metrics_row(step, **{"env/a b": 1.0}))
 
 
 def until(true: Callable[[], bool]) -> None:
+    """Wait until a condition is true, at most WAIT_S."""
     limit = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < limit

@@ -25,22 +25,26 @@ from tests.observe.sample_rows import STARTED, eval_row, metrics_row
 
 @pytest.fixture
 def directory(config: Config) -> RunDirectory:
+    """Return the directory of a new run."""
     config = msgspec.structs.replace(config, eval=EvalConfig())
     return RunDirectory.open(config.run_dir, dump(config))
 
 
 def shown(watched: Watched, now: float = STARTED + 21.0, width: int = 100) -> str:
+    """Return the screen as text."""
     stream = io.StringIO()
     Terminal(file=stream, width=width, highlight=False).print(watched.picture(now, width))
     return stream.getvalue()
 
 
 def line_of(text: str, title: str) -> list[str]:
+    """Return the words after `title` in the only line that begins with it."""
     (line,) = [line for line in text.splitlines() if line.startswith(title)]
     return line.removeprefix(title).split()
 
 
 def written(directory: RunDirectory, steps: int, **changes: Any) -> None:
+    """Append the rows of steps to a run."""
     for step in range(steps):
         directory.append_metrics(metrics_row(step, **changes))
 
