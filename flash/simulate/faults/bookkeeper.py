@@ -294,12 +294,12 @@ class Bookkeeper:
     def hub_ended(self, error: BaseException | None, *, killed: bool) -> None:
         """Check that the end of the hub's process is explained by a fault.
 
-        `error` is the error with which it has ended; None if it has ended in order or was `killed`. Only an error of a
-        process that was not killed needs an explanation.
+        `error` is the error with which it has ended; None if it has ended in order or was `killed`. A kill needs no
+        explanation: only faults and the launcher kill.
         """
         name = "killed" if killed else type(error).__name__ if error is not None else ""
         self.event("hub ended", error=name)
-        if error is not None and not killed:
+        if error is not None:
             self._check_explained(error)
 
     def _check_explained(self, error: BaseException) -> None:

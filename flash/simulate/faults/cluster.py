@@ -334,7 +334,10 @@ class Cluster:
         self.book = book
         self._tasks = tasks
         self.config = scenario.config(str(folder))
+        """Configuration of the present launch. A person may resume the run with another one."""
         self.domains = scenario.domains
+        """Weight of each domain (kind of problems) in the present launch; empty if there are none."""
+        # Each part draws from numbers of its own, so that a draw more in one part changes no other part.
         dice = partial("{} {}".format, scenario.seed)
         self._dice = random.Random(dice("cluster"))
         self.network = Network(random.Random(dice("network")))
@@ -475,7 +478,7 @@ class Cluster:
         resume = resumes or restarts > 0
         chosen = choose_checkpoint(config.run_dir) if resume else ChosenCheckpoint(None, [])
         kept = restore_hub_state(chosen.path, config) if resume else NOTHING
-        await anyio.sleep(self._dice.uniform(0.0, 0.2))  # the process may be killed after it has read the files
+        await anyio.sleep(self._dice.uniform(0.0, 0.2))  # here a fault finds a hub that has read the files
         version = kept.state.version if kept.state is not None else 0
         # With a version, the rows of later steps are moved away, since these steps are trained again.
         directory = self.disk.do(
@@ -483,7 +486,7 @@ class Cluster:
         )
         recorder = SimRecorder(config, directory, process, self.disk)
         evaluated = {int(row["step"]) for row in directory.read_evaluations()}
-        number = self.disk.do(directory.hub_numbers.begin)
+        hub_number = self.disk.do(directory.hub_numbers.begin)
         self.book.hub_begins(config, version, kept.notes)
         journal = None
         if config.checkpoint.journal != "off":
@@ -496,7 +499,7 @@ class Cluster:
             recorder,
             now=now,
             problems=problems_of(self.domains, config),
-            recovered=RecoveredState(kept.state, evaluated, kept.start, number),
+            recovered=RecoveredState(kept.state, evaluated, kept.start, hub_number),
             persistence=Persistence(
                 partial(self._save_state, recorder), journal or NO_JOURNAL, SimHistory(config.run_dir, recorder)
             ),
@@ -526,13 +529,13 @@ class Cluster:
         """
         gate, port = Gate(hub, config), Listener(process)
         server = ConnectionServer(
-            TOKEN,
-            p.HubRequest,
-            partial(self._handle, gate, process),
-            config.deadlines.request,
-            gate.connection_to_replace,
-            gate.arrived,
-            gate.left,
+            token=TOKEN,
+            request_type=p.HubRequest,
+            handler=partial(self._handle, gate, process),
+            deadline=config.deadlines.request,
+            connection_to_replace=gate.connection_to_replace,
+            on_connect=gate.arrived,
+            on_disconnect=gate.left,
         )
         async with anyio.create_task_group() as group:
             group.start_soon(server.accept_all, cast("SocketListener", port), group)
@@ -631,7 +634,8 @@ class Cluster:
         """
         config, folder = self.config, incarnation.checkpoint
         version = read_manifest(Path(folder)).version if folder else 0  # empty: the model as it is, version 0
-        await anyio.sleep(self._dice.uniform(0.2, 1.5))
+        await anyio.sleep(self._dice.uniform(0.2, 1.5))  # load the checkpoint
+        # The first rank of the incarnation makes its meeting point. The end of any rank breaks it for all others.
         collective = self._collectives.setdefault(incarnation.number, Collective(config.trainer_world_size))
         process.on_end.append(collective.break_)
         args = (incarnation.number, collective, self.weights, self.disk)
@@ -678,7 +682,7 @@ class Cluster:
             end = await self._keep_hub(resumes)
             self.ending = True
             parts.cancel_scope.cancel()
-            for process in self._ranks.values():
+            for process in self._ranks.values():  # the cancelled launchers leave their processes alive
                 process.kill()
             return end
         # Type checkers believe that a task group may swallow an exception of its block.
@@ -694,12 +698,11 @@ class Cluster:
         while True:
             self._heard_hub = anyio.current_time()
             process = await self.run_process("hub", FIRST, partial(self._first_node, restarts, resumes))
-            group = process.error
-            error = first_error(group) if isinstance(group, BaseExceptionGroup) else group
+            error = _error_of(process)
             self.book.hub_ended(error, killed=process.killed)
             if error is None and not process.killed:
                 return process.result
-            if isinstance(error, FlashError) and error.fatal and not process.killed:  # fatal: no restart can help
+            if isinstance(error, FlashError) and error.fatal:  # fatal: no restart can help
                 return error
             restarts += 1
             self.ending = False
@@ -712,9 +715,10 @@ class Cluster:
         """
         while True:
             process = await self.run_process(f"rank {rank}", FIRST, partial(self._rank, rank))
+            error = _error_of(process)
             # A TransportError only follows from the loss of the hub.
-            if process.error is not None and not isinstance(process.error, TransportError):
-                self.book.process_failed(process.name, process.error)
+            if error is not None and not isinstance(error, TransportError):
+                self.book.process_failed(process.name, error)
             served = self.network.hub
             if process.result is End.OVER:
                 # This hub needs no more ranks. A hub that replaces it after a crash at the end of the run needs them.
@@ -772,9 +776,7 @@ class Cluster:
         while True:
             await until(lambda: self.network.hub is not None)
             process = await self.run_process(f"node {number}", machine, self._joined)
-            group = process.error
-            error = first_error(group) if isinstance(group, BaseExceptionGroup) else group
-            if error is not None and not process.killed:
+            if (error := _error_of(process)) is not None:
                 self.book.process_failed(process.name, error)
             self.numbers.pop(machine, None)
             await anyio.sleep(RETRY_S)
@@ -794,7 +796,17 @@ class Cluster:
         try:
             async with self.connected(process, "guest-1", ASK_S) as hub:
                 run = await hub.call(p.RunRequest(p.dialect()), ASK_S)
-        except TransportError:
+        except TransportError:  # the hub has gone meanwhile
             return End.WITH_PEER
         async with sharing(config.run.name, close_s=config.deadlines.close):
             return await SimJoinedNode(self, process, config, run.digest).run()
+
+
+def _error_of(process: Process) -> BaseException | None:
+    """Return the error that has ended a process; None if it was killed, or has ended without an error.
+
+    Of a group of errors, the one is returned that explains most (`first_error`).
+    """
+    if process.killed:
+        return None
+    return first_error(process.error) if isinstance(process.error, BaseExceptionGroup) else process.error

@@ -227,6 +227,7 @@ class Network:
         for stream in self._streams:
             if stream.process is process and stream.open:
                 self._send(stream, None)
+        # A stream of a dead process is still needed while some of its bytes wait for the end of a cut.
         self._streams = [each for each in self._streams if each.stuck or (each.open and each.process.alive)]
 
     def vanish(self, machine: str) -> None:
