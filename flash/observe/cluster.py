@@ -275,7 +275,8 @@ class FailureTally:
 
     @property
     def failures(self) -> list[FailureKind]:
-        """Failures by kind, the kind of the newest failure first. Any thread may read them: one operation copies them."""
+        """Failures by kind, the kind of the newest failure first."""
+        # `sorted` copies the values in one operation, since another thread may count a failure meanwhile.
         return sorted(self._kinds.values(), key=lambda each: -each.last)
 
     @property

@@ -148,7 +148,8 @@ def coupling_lines(couplings: Sequence[Coupling]) -> Iterator[str]:
 
     The columns are: number of marked tokens, mean over the marked tokens, mean over the others, difference of the
     means, mean difference by chance with its 95 % interval, and p-value. By chance means that the plan tokens are moved
-    by a random number of tokens (`algorithms.couplings`). A number that is NaN is shown as `-`.
+    by a random number of tokens (`algorithms.couplings`). A number that is NaN is shown as `-`. `couplings` has at
+    least one entry.
     """
     names = max(len(one.name) for one in couplings)
     titles = f"{'tokens':>7} {'mean':>9} {'others':>9} {'more by':>9} {'by chance [95 % interval]':>32} {'p':>6}"

@@ -66,8 +66,9 @@ def best_of(values: Sequence[float], k: int) -> float:
 def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
     """Return `best_of` with intervals, for k = 1, 2, 4, … and the largest number of answers to a problem.
 
-    `answers` has the rewards of each problem's answers. Each k is a mean over the problems with at least k answers. If
-    all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is `mean_interval` of the single answers.
+    `answers` has the rewards of each problem's answers; without any answer the result is empty. Each k is a mean over
+    the problems with at least k answers. If all rewards are 0 or 1, all intervals are Wilson's, and that of k = 1 is
+    `mean_interval` of the single answers.
     """
     most = max(map(len, answers), default=0)
     binary = all(value in (0, 1) for values in answers for value in values)

@@ -188,8 +188,8 @@ def gather(
     cannot use either.
 
     Args:
-        samples: trained samples of the run.
-        swaps: swaps of all engines on the timeline.
+        samples: trained samples of the run, with at least one turn among them.
+        swaps: swaps of all engines on the timeline; empty if there were none.
         engines: number of engines.
         places: most recorded responses that run at once on all engines together. Responses that were not recorded
             take the other places.
@@ -472,7 +472,7 @@ def fit_workload(samples: Sequence[SampleTimes]) -> dict[str, float | list[float
 
 
 def spread_of(values: Sequence[float], *, integer: bool = False) -> float | list[float]:
-    """Return a distribution (`flash.config.simulate.Distribution`) with the mean of the measured values.
+    """Return a distribution (`flash.config.simulate.Distribution`) with the mean of the measured values, at least one.
 
     It is a list of at most VALUES equally likely values; a single number if they are equal. Each value is the mean of
     an equal part of the sorted measured values. If `integer` is True, values are rounded, and the rounding error of

@@ -28,7 +28,7 @@ IDLE_COLOURS = ("#d9d9d9", "#e69f00", "#cc79a7", "#56b4e9", "#f0e442")
 def draw_sweep(cells: Sequence[SweepCell]) -> bytes:
     """Plot throughput over the values of the last key, with one line for each combination of the other keys' values.
 
-    `cells` are all cells of the sweep. Their `values` have the same keys in the same order.
+    `cells` are all cells of the sweep, at least one. Their `values` have the same keys in the same order, at least one.
     """
     figure, (axes,) = _figure(1)
     *others, last = cells[0].values

@@ -76,6 +76,12 @@ class SimSequence:
 
     `SimEngine.generate` makes one when a request arrives. Only the engine changes it. Counts of tokens are of the
     tokens that this engine samples, without those that earlier engines have sampled (`request.generated`).
+
+    Args:
+        request: the request, with its prompt and its key.
+        length: tokens that the response will have.
+        finish: reason why the response ends.
+        version: version of the engine at the arrival of the request.
     """
 
     def __init__(self, request: ResponseRequest, length: int, finish: Literal["stop", "length"], version: int) -> None:
@@ -83,9 +89,8 @@ class SimSequence:
         self.prompt = len(request.prompt)
         """Tokens of the prompt, including `request.generated`."""
         self.length = length
-        """Tokens that the response will have."""
         self.finish: Literal["stop", "length"] = finish
-        """Reason why the response ends. `length`: its request allows no more tokens."""
+        """Reason why the response ends. `length`: its request allows no more tokens. `stop`: it ends by itself."""
         self.cache_version = version
         """Version of the cached contexts that the sequence may use: at first the version at the request's arrival. A
         swap that computes the cache again raises it. vLLM has the same rule (`cache_salt`)."""

@@ -39,6 +39,7 @@ class Metric(NamedTuple):
     """A metric that Prometheus reads."""
 
     name: str
+    """Name of the metric, which begins with `flash_`."""
     help: str
     """Explanation, which Prometheus shows as plain text."""
     values: Values
@@ -50,6 +51,7 @@ class Latest(msgspec.Struct, frozen=True):
     """Newest state of a run. `flash.view.runs` reads it from the run directory for each scrape."""
 
     name: str
+    """Name of the run, the value of the label `run`."""
     steps: Mapping[str, float]
     """Row of the last step; empty if there is none."""
     evals: Mapping[str, float]

@@ -45,21 +45,27 @@ class Rows(msgspec.Struct, frozen=True):
 class ViewedRun:
     """Run directory that is read continuously. Its methods may be called from several threads.
 
-    The name of a folder may contain any character, so it is escaped.
+    Args:
+        path: the run directory, which need not exist any more.
+        name: name of the run on the page. The name of a folder may contain any character, so it is escaped.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = one_line(name)
         self.directory = RunDirectory(path)
         self._steps = Followed(self.directory.metrics, dict[str, Any])
+        """Rows of the steps so far."""
         self._evals = Followed(self.directory.evals, dict[str, Any])
+        """Rows of the evaluations so far."""
         self._spans = Followed(self.directory.spans, Activity)
+        """Activities of the workers so far."""
         self._lock = threading.Lock()
+        """Guards the three above: two threads that read one of them at once would add rows twice."""
         self._born = uuid4().hex
         """Part of `Rows.sequence` that differs between servers: a page may still have the rows of an earlier server."""
 
     def facts(self) -> dict[str, str]:
-        """Return a description of the run from its configuration."""
+        """Return the main settings of the run, under names for people (`RunDirectory.facts`)."""
         return self.directory.facts()
 
     def rows(self, sequence: str, steps: int, evals: int) -> Rows:
