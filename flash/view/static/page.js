@@ -1,7 +1,7 @@
 // The page: chooses runs and view, and requests the new rows of the chosen runs.
 //
 // A view is a module with `prepare`, which `begin` calls once, and `draw`, which gets the chosen runs. `draw` is called after each
-// round of requests and after each choice of the user, so it returns at once if nothing has changed. A run has the fields of `RunFacts`
+// round of requests and after each choice of the user, so it draws only the parts that have changed. A run has the fields of `RunFacts`
 // (flash/view/app.py), its number at the server, and its rows so far: `steps` and `evals`, objects of numbers by column.
 
 import { $, ask, colourOf, element, lasting, Refused, visible } from "./tools.js";

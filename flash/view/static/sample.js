@@ -10,9 +10,9 @@ const MOST_CHARACTERS = 6000;  // Characters of an observation or note before a 
 const OLDEST = 5;              // All ages from this one on have the same colour.
 const USES = { TRAINED: "trained", CLIPPED: "clipped", REJECTED: "rejected by a correction", TOO_OLD: "too old to be trained" };
 
-// Ways to colour tokens. `of` returns the value of a token; null or undefined if it is not known. `shade` returns the class of a value, from
-// the number of limits that it exceeds. `legend` returns each class with its text. `upwards` is for values from 0 up, and `bothWays` for values
-// around 0: its limits are multiplied by `scale`, and `say` turns a limit into the number that the legend shows.
+// Ways to colour tokens. `of` returns the value of a token; null or undefined if it is not known. `shade` returns the class of a value, and
+// `legend` each class with its text. `upwards` is for values from 0 up, and `bothWays` for values around 0: the class follows from the number of
+// limits that a value exceeds. `scale` multiplies the limits, and `say` turns a limit into the number that the legend shows.
 const upwards = (limits) => ({
   shade: (value) => `l${limits.filter((end) => value > end).length}`,
   legend: () => limits.map((end, place) => [`l${place + 1}`, `> ${end}`]),
