@@ -312,14 +312,14 @@ class Bookkeeper:
         )
 
     def process_failed(self, name: str, error: BaseException) -> None:
-        """Check that the error with which a node or a rank has ended has a cause among the faults."""
+        """Check that a fault explains the error with which a node or a rank has ended. `name` names its process."""
         self.event("process failed", name=name, error=type(error).__name__)
         self._check_explained(error)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def sent(self, process: str, request: Request[Any]) -> None:
-        """Record a request that a process is about to send. The hub may never receive it."""
+        """Record a request that the process with the name `process` is about to send. It may never arrive."""
         match request:
             case p.DeliverRequest():
                 for ended in request.ended:
@@ -358,8 +358,8 @@ class Bookkeeper:
     def failed(self, process: str, request: Request[Any], error: Exception, *, over: bool) -> None:
         """Check that a fault explains the failure of a request, and record it.
 
-        `error` is the error that the process got instead of a reply. `over` is True while the launch ends; then
-        connections end without a fault.
+        `error` is the error that the process with the name `process` got instead of a reply. `over` is True while the
+        launch ends; then connections end without a fault.
         """
         self.event("failed", process=process, request=type(request).__name__, error=type(error).__name__)
         if not over:
@@ -369,9 +369,10 @@ class Bookkeeper:
             )
 
     def answered(self, process: str, request: Request[Any], reply: msgspec.Struct) -> None:
-        """Record a reply that a process has received, and check samples, commits and versions.
+        """Record the reply that a process has received to its request, and check samples, commits and versions.
 
-        Empty replies of long polls, and replies that come at regular intervals, are left out of the trace.
+        `process` is the name of the process. Empty replies of long polls, and replies that come at regular intervals,
+        are left out of the trace.
         """
         facts: dict[str, Any] = {}
         match request, reply:
@@ -397,6 +398,8 @@ class Bookkeeper:
             case p.VersionRequest(), p.VersionReply():
                 if reply.published is not None:
                     facts["version"] = reply.published.version
+                elif not reply.done:
+                    return  # an empty long poll
             case p.PublishRequest(), _:
                 facts["version"] = request.published.version
                 self._check_publication(request.published.version)
@@ -409,8 +412,6 @@ class Bookkeeper:
                 return
             case _:
                 pass
-        if type(reply) is p.VersionReply and reply.published is None and not reply.done:
-            return  # an empty long poll
         self.event("answered", process=process, request=type(request).__name__, **facts)
 
     def replied(self, request: Request[Any], reply: msgspec.Struct) -> None:
