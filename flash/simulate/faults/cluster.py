@@ -14,7 +14,6 @@ changes something outside of the process first asks for `process.alive`.
 
 from __future__ import annotations
 
-import math
 import random
 import zlib
 from collections import Counter
@@ -84,6 +83,8 @@ from flash.waiting import deadline, first_error
 
 FIRST = "m0"
 """Machine with the hub and the trainer ranks."""
+NO_TIMEOUT_S = 1e6
+"""Seconds of a timeout that never passes: no simulation lasts so long."""
 
 
 class Tapped:
@@ -663,7 +664,7 @@ class Cluster:
         """
         with suppress(FlashError):
             while True:
-                await hub.call(p.RankHeartbeat(rank), math.inf)  # no timeout: other calls notice a hub that hangs
+                await hub.call(p.RankHeartbeat(rank), NO_TIMEOUT_S)  # other calls notice a hub that hangs
 
     # -- launchers -----------------------------------------------------------------------------------------------------
 
