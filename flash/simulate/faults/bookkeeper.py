@@ -516,9 +516,9 @@ class Bookkeeper:
     def _check_shard(self, incarnation: int, request: p.BatchRequest, reply: p.BatchReply) -> None:
         """Check and record the samples that a rank has received, which are a part of the batch of its step.
 
-        `incarnation` is the number of the rank's incarnation; 0 if it is unknown. With the last round of a step, the
-        batch is whole. From then on the step must have the same samples in every incarnation, and under every later hub
-        that has them.
+        `incarnation` is the number of the rank's incarnation; 0 if it is unknown. When the last round of a step is
+        dealt, its batch is whole. From then on the step must have the same samples in every incarnation, and under
+        every later hub that has them.
         """
         shard, config = reply.shard, self._config
         assert shard is not None
