@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import anyio.to_thread
 import msgspec
 
-from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
+from envs.data.split import KEPT, Prompt, Split, SplitOptions, divide, show_prompt
 from envs.generated import in_held_out_part
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import (
@@ -113,7 +113,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
 class _Source(msgspec.Struct, frozen=True):
     """Key of the rows that a process has read: the fields of `CodeOptions` that decide which rows there are.
 
-    Environments that differ in other options share the rows.
+    Environments that differ in other options share the rows. None means the same as in the options.
     """
 
     path: str
@@ -129,8 +129,9 @@ class _Problem(msgspec.Struct, frozen=True):
     """A problem: the prompt that is shown, and the tests that judge the program."""
 
     prompt: Prompt
+    """Text, or the messages of a chat."""
     suite: Suite
-    """Tests that judge the program."""
+    """Tests that judge the program, and its language."""
 
 
 class CodeEnv:
@@ -158,8 +159,9 @@ class CodeEnv:
             return
         for place in (source.path, source.held_out_path):
             if place is not None:
+                column = _prompt_column(place, source)
                 for row in itertools.islice(read_rows(place), CHECKED_ROWS):
-                    _problem(row, _prompt_column(place, source), source, options.known_languages)
+                    _problem(row, column, source, options.known_languages)
 
     @classmethod
     async def prepare(cls, options: CodeOptions) -> None:
@@ -177,12 +179,19 @@ class CodeEnv:
 
     @classmethod
     def held_out_problems(cls, options: CodeOptions) -> int | None:
-        """Return the number of held-out rows; None if problems are generated. An evaluation shows each of them once."""
+        """Return the number of held-out rows; None if problems are generated. An evaluation shows each of them once.
+
+        The first call of a process reads the rows. Raises ConfigError if a row is invalid.
+        """
         source = _source(options)
         return None if source is None else len(_rows(source, options).held_out)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the problem of this seed."""
+        """Return the prompt of this seed's problem, and its language in the info.
+
+        Raises:
+            ConfigError: a row is invalid, in the first episode of a process, which reads the rows.
+        """
         options, source = self._options, _source(self._options)
         if source is None:
             problem, template = self._generated(seed), "plain"
@@ -194,9 +203,15 @@ class CodeEnv:
         return show_prompt(problem.prompt, options.system_prompt, template), {"language": problem.suite.language}
 
     async def step(self, action: str) -> StepResult:
-        """Judge the program; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
+        """Judge the program; the episode ends. Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before.
+            SandboxError: every sandbox failed, and not because of the program, or none was free in time.
+        """
         if self._suite is None:
             raise EnvError("step() was called before reset()")
+        # For the reward `all`, the first test that fails decides, so the tests after it need not run.
         options, every = self._options, self._options.reward == "share"
         judge = await shared_judge(options.judge_pool, type(self).opener)
         verdict = await judge.judge(action, self._suite, options.known_languages, options.program_limits, every=every)
@@ -237,7 +252,7 @@ def _source(options: CodeOptions) -> _Source | None:
 
 
 def _used_languages(options: CodeOptions) -> list[str]:
-    """Return the names of the languages that the problems use."""
+    """Return the names of the languages that the problems use. Blocks, and may read all rows."""
     source = _source(options)
     if source is None:
         return [options.language]
@@ -250,16 +265,23 @@ _reading = threading.Lock()
 
 
 def _rows(source: _Source, options: CodeOptions) -> Split[_Problem]:
-    """Return all problems of the data set. The first call of a process reads them; it takes long and blocks."""
+    """Return all problems of the data set. The first call of a process reads them; it takes long and blocks.
+
+    Raises:
+        ConfigError: a row is invalid, or a side of the division would be empty.
+    """
     with _reading:
         return _load(source, tuple(options.known_languages.items()))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=KEPT)
 def _load(source: _Source, languages: tuple[tuple[str, Language], ...]) -> Split[_Problem]:
-    """Read, check and divide the rows.
+    """Read, check and divide the rows. `_rows` calls it with its lock held.
 
-    `languages` has the known languages by name, in a form that can be a cache key.
+    `languages` has the known languages with their names, in a form that can be a cache key.
+
+    Raises:
+        ConfigError: a row is invalid, or a side of the division would be empty.
     """
     known = dict(languages)
     held_out = None if source.held_out_path is None else _read(source.held_out_path, source, known)
@@ -279,13 +301,13 @@ def _prompt_column(path: str, source: _Source) -> str:
 
 
 def _problem(row: Row, column: str, source: _Source, languages: dict[str, Language]) -> _Problem:
-    """Convert a row to a problem. `column` is the name of the prompt column.
+    """Convert a row to a problem. `column` is the name of the prompt column, and `languages` are the known ones.
 
     Raises:
-        ConfigError: a value is missing or has the wrong form.
+        ConfigError: a value is missing or has the wrong form, or the row's language is unknown.
     """
     prompt, tests = prompt_of(row, column), value_of(row, source.tests_column)
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {}  # the row's own values of optional columns, by name
     for name, kind in OPTIONAL.items():
         value = row.values.get(name)
         if value is None or value == "":  # a CSV has an empty cell for a row without its own value
@@ -336,11 +358,11 @@ class Linear(msgspec.Struct, frozen=True):
         return f"00={self.one} 10={self.x + self.one} 01={self.y + self.one}:"
 
     def solved(self, language: str) -> SolvedExample:
-        """Return the prompt with a right program."""
+        """Return the prompt with a right program in `language`, a key of `PROGRAMS`."""
         return SolvedExample(self.prompt, PROGRAMS[language].format(f"{self.x}*x+{self.y}*y+{self.one}"))
 
     def cases(self, count: int, rng: random.Random) -> list[SuiteCase]:
-        """Draw `count` hidden tests: inputs with their outputs."""
+        """Draw `count` hidden tests: inputs with their outputs. Inputs are above 1: the prompt shows 0 and 1."""
         drawn = [(rng.randint(2, MOST_INPUT), rng.randint(2, MOST_INPUT)) for _ in range(count)]
         return [SuiteCase(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
 
@@ -360,7 +382,10 @@ def check_linear(language: str, largest: int, tests: int) -> None:
 
 
 def draw_linear(rng: random.Random, largest: int, *, held_out: bool) -> Linear:
-    """Draw a training or a held-out problem with coefficients from 0 to `largest`."""
+    """Draw a training or a held-out problem with coefficients from 0 to `largest`, which `check_linear` has checked.
+
+    Draws until a problem is on the side that is needed; about one in ten is held out.
+    """
     while True:
         problem = Linear(*(rng.randint(0, largest) for _ in range(3)))
         if in_held_out_part(problem.prompt) == held_out:

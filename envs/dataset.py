@@ -18,7 +18,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import Meta
 
-from envs.data.split import Prompt, Split, SplitOptions, divide, show_prompt
+from envs.data.split import KEPT, Prompt, Split, SplitOptions, divide, show_prompt
 from envs.rewards.verifier import load_verifier, verify
 from flash.data.shapes import ANSWERS, PROMPTS, answer_of, find_column, prompt_of, template_of
 from flash.data.tables import Row, column_names, read_rows, refuse_rows, value_of
@@ -72,7 +72,7 @@ class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
 class _Source(msgspec.Struct, frozen=True):
     """Key of the rows that a process has read: the fields of `DatasetOptions` that decide which rows there are.
 
-    Environments that differ in other options share the rows.
+    Environments that differ in other options share the rows. None means the same as in the options.
     """
 
     path: str
@@ -86,7 +86,7 @@ class _Source(msgspec.Struct, frozen=True):
     """True if a reward gets whole rows, which then need no reference answer."""
 
     def columns(self, path: str) -> tuple[str, str | None]:
-        """Return the names of the prompt and the answer column of a table. Raises ConfigError if one is missing.
+        """Return the names of the prompt and the answer column of the table at `path`. Raises ConfigError without one.
 
         The answer column is None if a reward gets whole rows and none of the usual columns is there.
         """
@@ -134,7 +134,7 @@ class DatasetEnv:
 
     @classmethod
     async def prepare(cls, options: DatasetOptions) -> None:
-        """Read all rows before any engine starts.
+        """Read all rows. Each node calls this once, before its engines start.
 
         Raises:
             ConfigError: rows cannot be used. The message names them by file and number.
@@ -143,21 +143,29 @@ class DatasetEnv:
 
     @classmethod
     def held_out_problems(cls, options: DatasetOptions) -> int:
-        """Return the number of held-out rows. An evaluation shows each of them once."""
+        """Return the number of held-out rows. An evaluation shows each of them once.
+
+        The first call of a process reads the rows. Raises ConfigError if they cannot be used.
+        """
         return len(_rows(options).held_out)
 
     @classmethod
     def solution_of(cls, seed: int, options: DatasetOptions) -> str | None:
         """Return the answer of the row that a seed shows. `flash train --dry-run` tries out that it gets a reward.
 
-        A reward may expect something else than the answer of its row, so it has no known solution.
+        With the option `reward` the result is None: a reward may expect something else than the answer of its row.
+        Raises ConfigError if the rows cannot be used.
         """
         if options.reward is not None:
             return None
         return _rows(options).of_seed(seed).answer
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the prompt of this seed's row."""
+        """Return the prompt of this seed's row, and the row's arguments of the chat template in the info.
+
+        Raises:
+            ConfigError: the rows cannot be used. They are read in the first episode of a process.
+        """
         # In a thread, because the first episode of a process reads files and imports, and the first of an epoch
         # shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
@@ -165,9 +173,11 @@ class DatasetEnv:
         return shown, {"chat_template_kwargs": self._row.template} if self._row.template else {}
 
     async def step(self, action: str) -> StepResult:
-        """Score the answer; the episode ends. Raises EnvError if the function that scores fails.
+        """Score the answer; the episode ends. Returns (observation, reward, terminated, truncated, info).
 
-        Returns (observation, reward, terminated, truncated, info).
+        Raises:
+            RewardError: the function that scores failed, or did not answer in time.
+            EnvError: an asynchronous function that scores raised it, or `reset` was not called before.
         """
         if self._row is None:
             raise EnvError("step() was called before reset()")
@@ -205,14 +215,18 @@ def _source_of(options: DatasetOptions) -> _Source:
 
 
 def _rows(options: DatasetOptions) -> Split[_Row]:
-    """Return all rows. The first call of a process reads them; it takes long and blocks."""
+    """Return all rows. The first call of a process reads them; it takes long and blocks.
+
+    Raises:
+        ConfigError: a file, column or value is missing, or one of the two sides would be empty.
+    """
     with _reading:
         return _load(_source_of(options))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=KEPT)
 def _load(source: _Source) -> Split[_Row]:
-    """Read and divide the rows, and log their number.
+    """Read and divide the rows, and log their number. `_rows` calls it with its lock held.
 
     Raises:
         ConfigError: a file, column or value is missing, or one of the two sides would be empty.
@@ -272,6 +286,7 @@ def _answer_of(row: Row, column: str | None, source: _Source) -> str | None:
     answer = answer_of(row, column)
     given = value_of(row, column) if source.verifier in ONE_ANSWER else None
     if isinstance(given, dict) or (isinstance(given, list) and len(cast("list[Any]", given)) > 1):
+        # A list of one value is that value; `answer_of` makes JSON text of the others.
         raise ConfigError(
             f"{row.place}: {column!r} holds several values, and {source.verifier} compares with one; give one answer, "
             "or set `verifier` to a function of yours, which gets them as JSON text"

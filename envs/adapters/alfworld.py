@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import anyio.to_thread
 import msgspec
 
-from envs.data.split import Split
+from envs.data.split import KEPT, Split
 from envs.textworld.game import GameOptions, TextGame
 from envs.textworld.games import PDDL
 from flash.environment import Info, is_held_out
@@ -77,14 +77,23 @@ class Alfworld(TextGame[AlfworldOptions]):
         _games(options)  # raises ConfigError if a side has no games
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Start this seed's game, and return its first observation with the task."""
+        """Start this seed's game, and return its first observation with the task; the info has the game's folder.
+
+        Raises:
+            ConfigError: a side has no games.
+            EnvError: no game of the side can be solved, or the game did not start in time.
+        """
         file = await anyio.to_thread.run_sync(_game_of, self._options, seed, abandon_on_cancel=True)
         return await self._begin(file), {"game": Path(file).parts[-3]}
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=KEPT)
 def _games(options: AlfworldOptions) -> Split[_File]:
-    """Find the training and the held-out games. Raises ConfigError if a side has none."""
+    """Find the files of the training and the held-out games, in the order of their paths, and read none.
+
+    Raises:
+        ConfigError: a side has no games.
+    """
     sides: list[list[_File]] = []
     for side in ("train", options.held_out):
         folder = Path(options.folder).expanduser() / "json_2.1.1" / side

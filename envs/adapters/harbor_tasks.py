@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from envs.data.split import Split, divide
+from envs.data.split import KEPT, Split, divide
 from flash.errors import ConfigError
 
 STAGE_OR_WORKDIR = re.compile(
@@ -222,11 +222,11 @@ def _second(folder: Path, file: _File, first: HarborSandbox, built: str) -> tupl
     """Return the sandbox of a task's tests, and True if its image contains the tests.
 
     `first` is the policy's sandbox, and `built` the image that environment/Dockerfile builds. Raises ValueError if a
-    size or a working directory is not understood.
+    size or a working directory is not understood, and OSError if a Dockerfile cannot be read.
     """
-    given = file.verifier.environment
+    given = file.verifier.environment  # the tests' own description of their sandbox, if there is one
     machine = given or file.environment
-    _ = machine.memory_mib, machine.storage_mib
+    _ = machine.memory_mib, machine.storage_mib  # Parsed now, so that a wrong size is found here.
     if given is not None and given.docker_image is not None:
         return HarborSandbox(given.docker_image, machine.workdir or _workdir(folder / "tests"), machine), True
     if (folder / "tests" / "Dockerfile").is_file():
@@ -237,7 +237,8 @@ def _second(folder: Path, file: _File, first: HarborSandbox, built: str) -> tupl
 def _unsupported(folder: Path, file: _File) -> list[str]:
     """Return each request of the task that a sandbox cannot fulfil, as an end of the sentence `sandboxes have no …`."""
     machine, verifier, agent = file.environment, file.verifier, file.agent
-    # Without a second sandbox, these keys have no effect on the reward.
+    # Description of the tests' sandbox, folders with a Dockerfile, artifacts with options, and commands before the
+    # tests. Without a second sandbox, artifacts and these commands have no effect on the reward, so they are allowed.
     tests, parts, artifacts, collect = machine, ["environment"], list[HarborArtifact](), list[Any]()
     if verifier.separate:
         tests, parts, collect = verifier.environment or machine, ["environment", "tests"], verifier.collect
@@ -277,9 +278,11 @@ def _workdir(folder: Path) -> str:
     """Return the working directory of the last stage of the folder's Dockerfile.
 
     The WORKDIRs of a stage are resolved one against another. A stage that begins with an earlier stage inherits its
-    directory. Raises ValueError if the directory depends on a variable.
+    directory. Without a Dockerfile, and for the root, the result is `DEFAULT_WORKDIR`. Raises ValueError if the
+    directory depends on a variable, and OSError if the file cannot be read.
     """
     root, stage = PurePosixPath("/"), ""
+    # Directory of the present stage, and of each stage by its name; an unnamed stage has the name "".
     path, path_of = root, dict[str, PurePosixPath]()
     dockerfile = folder / "Dockerfile"
     text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
@@ -295,14 +298,14 @@ def _workdir(folder: Path) -> str:
 
 
 def _mib(text: str) -> int:
-    """Return a size in MiB, at least 1. Raises ValueError if the text is no size."""
+    """Return a size such as `2G` in MiB, rounded, and at least 1. Raises ValueError if the text is no size."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size such as 2G or 512M")
     return max(1, round(float(match[1]) * MIB[match[2].upper()]))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=KEPT)
 def load_tasks(folder: Path, held_out: Path | None, fraction: float, image: str) -> Split[HarborTask]:
     """Read the tasks of a folder, and divide them into training tasks and tasks held out for evaluation.
 

@@ -22,6 +22,14 @@ from flash.environment import HELD_OUT, is_held_out
 from flash.errors import ConfigError
 from flash.types import Int32Array, Message
 
+KEPT = 64
+"""Number of data sets whose rows a process keeps: far more than the environments of a mixture. A data set that is not
+kept is read again by its next episode."""
+
+ORDERS_KEPT = 3 * KEPT
+"""Number of shuffled orders that a process keeps: for each data set this epoch's, the next one's and the held-out
+rows'."""
+
 Prompt = str | tuple[Message, ...]
 """Prompt of a row: text, or the messages of a complete chat."""
 
@@ -54,7 +62,9 @@ class HasPrompt(Protocol):
     """A row with a prompt. The division needs nothing else of a row."""
 
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> Prompt:
+        """Prompt of the row. Rows with equal prompts are on the same side."""
+        ...
 
 
 R = TypeVar("R", bound=HasPrompt)
@@ -69,11 +79,14 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
     """Rows for evaluation only. No prompt of them is in `train`."""
 
     def of_seed(self, seed: int) -> R:
-        """Return the row of a seed."""
+        """Return the row of a seed. Seeds from `HELD_OUT` on have held-out rows."""
         return (self.held_out if is_held_out(seed) else self.train)[self.place(seed)]
 
     def place(self, seed: int) -> int:
-        """Return the index of a seed's row among the rows of its side. Seeds beyond the last row start a new epoch."""
+        """Return the index of a seed's row among the rows of its side.
+
+        Training seeds beyond the last row start a new epoch. Held-out seeds beyond it repeat the rows in one order.
+        """
         if is_held_out(seed):
             count, epoch, place = len(self.held_out), -1, (seed - HELD_OUT) % len(self.held_out)
         else:
@@ -84,8 +97,8 @@ class Split(msgspec.Struct, Generic[R], frozen=True):
 def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, name: str) -> Split[R]:
     """Divide rows into training and held-out ones.
 
-    If `held_out` is None, a `fraction` of the distinct prompts is held out. Otherwise `held_out` has the rows for
-    evaluation, and rows with the same prompts are removed from the training rows.
+    If `held_out` is None, a `fraction` of the distinct prompts is held out, and at least one prompt. Otherwise
+    `held_out` has the rows for evaluation, and rows with the same prompts are removed from the training rows.
 
     Raises:
         ConfigError: a side would be empty. The message gives `name`, the data set's name.
@@ -107,7 +120,7 @@ def divide(rows: Sequence[R], held_out: Sequence[R] | None, fraction: float, nam
 
 
 def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str | list[Message]:
-    """Return a prompt as an observation: `plain` text, or messages for the model's `chat` template.
+    """Return a prompt as an observation: text if `template` is `plain`, and messages if it is `chat`.
 
     `plain` joins the texts of the messages of a chat with line ends. The system prompt comes first. If the chat begins
     with a system message, both become one message, because many templates refuse a second one.
@@ -123,7 +136,7 @@ def show_prompt(prompt: Prompt, system_prompt: str | None, template: str) -> str
     return [Message("system", system_prompt), *messages]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=ORDERS_KEPT)
 def _order(count: int, epoch: int) -> Int32Array:
     """Return the shuffled order of an epoch, int32 [count]. Epoch −1 is the one order of the held-out rows."""
     return np.random.default_rng([count, epoch + 1]).permutation(count).astype(np.int32)

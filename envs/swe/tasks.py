@@ -30,7 +30,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from envs.data.split import Split
+from envs.data.split import KEPT, Split
 from envs.judging.options import SuiteCase
 from flash.errors import ConfigError
 
@@ -103,6 +103,7 @@ def read_task(path: Path) -> SweTask:
         task = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SweTask)
     except (OSError, ValueError, RecursionError) as error:  # a RecursionError: nested too deeply
         raise ConfigError(f"{path} is no task: {error}") from error
+    # All folders of the repository, to find a name that is both a file and a folder.
     folders = {str(folder) for name in task.files for folder in PurePosixPath(name).parents}
     for name in task.files:
         # A name in another form, such as `./a` or `a/`, could be a second name of one file, or that of a folder.
@@ -114,7 +115,7 @@ def read_task(path: Path) -> SweTask:
             )
         if name in folders:
             raise ConfigError(f"{path}: {name!r} is a file, and also the folder of another file")
-    files = dict(task.files)
+    files = dict(task.files)  # the files after the edits so far
     for edit in task.solution:
         found = files.get(edit.file, "").count(edit.old)
         if found != 1:
@@ -125,7 +126,7 @@ def read_task(path: Path) -> SweTask:
     return task
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=KEPT)
 def load_tasks(folder: Path) -> Split[SweTask]:
     """Read the tasks of a folder, ordered by level and then by file name, and split them by `held_out`.
 

@@ -95,6 +95,19 @@ async def test_episodes_that_start_together_read_the_files_once(rows):
 
 
 @pytest.mark.anyio
+async def test_each_data_set_of_a_large_mixture_is_read_once(tmp_path):
+    paths = [
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i}", "answer": "a"} for i in range(9)])
+        for name in "abcdefgh"
+    ]
+    before = dataset._load.cache_info().misses
+    for seed in range(3):
+        for path in paths:
+            await env_of(path).reset(seed)
+    assert dataset._load.cache_info().misses == before + len(paths)
+
+
+@pytest.mark.anyio
 async def test_a_prompt_goes_through_the_chat_template_or_stays_plain(rows):
     text = (await prompts(rows, [5]))[0]
     chat = DatasetEnv(DatasetOptions(path=rows, system_prompt="Think."))
