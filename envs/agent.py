@@ -6,8 +6,9 @@ Another environment (`tasks`) gives the task and judges the answer that the agen
 endpoint, one on each rollout node; each episode has its own API key, which is valid until the episode ends.
 
 An agent that only appends messages has an episode of one sequence of tokens. An agent that rewrites or drops messages,
-sends requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. Parallel
-requests are answered in the order in which they arrived.
+sends requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. The place of a
+request is the branch that it continues and the number of that branch's responses that its messages contain. Parallel
+requests are answered one after the other, in the order in which they arrived.
 
 An agent that fails is an error of the environment, with two exceptions: a limit of the run refused one of its requests,
 or the last response that it got was cut off. Then the episode is truncated and judged on an empty answer. A retry
@@ -149,7 +150,10 @@ class AgentEndpoint(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
-    """Serve an endpoint on a free port of the loopback interface."""
+    """Serve an endpoint on a free port of the loopback interface, until the block ends.
+
+    `shared` enters the block once on each node, for the first episode, and leaves it when the node ends.
+    """
     sessions, address = EpisodeSessions(), HttpAddress()
     async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:
         yield AgentEndpoint(f"{url}/v1", sessions)
@@ -190,7 +194,10 @@ class AgentRun:
         return f": it must return its answer as text, but returned a value of {type(self._run.value).__name__}"
 
     async def end(self) -> None:
-        """Cancel the agent if it still runs. An agent that does not end in time is abandoned, with a warning."""
+        """Cancel the agent if it still runs, and wait for its cleanup.
+
+        After `flash.environment.calls.CLEANUP_S` seconds of cleanup the agent is abandoned, with a warning in the log.
+        """
         await self._run.end()
 
 
@@ -237,19 +244,24 @@ class Agent:
         """
         kind, kwargs = options.environment
         nested.check(kind, kwargs)
+        # A mixture draws its tasks from several environments, and each of them is checked.
         kinds = [maker.env for maker in kwargs["options"].makers.values()] if issubclass(kind, Mixture) else [kind]
         if refused := next((each for each in kinds if issubclass(each, Agent | ToolEnv)), None):
             raise ConfigError(
                 f"`tasks`: {refused.__name__} cannot give tasks to an agent, because each of the two decides what the "
                 f"policy is asked: name the environment of {refused.__name__}'s own `tasks` instead"
             )
-        _ = options.agent
+        _ = options.agent  # Loaded now, so that its faults are found here.
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
         """Prepare the tasks, try out the agent's sandbox if it has one, and open the endpoint of the node.
 
         Each node calls this once, before its engines start.
+
+        Raises:
+            SandboxError: the agent's sandbox cannot be started, or its image has no Python.
+            Exception: any error with which the class of the tasks refuses to be prepared.
         """
         await nested.prepare(*options.environment)
         if options.boxed is not None:
@@ -274,8 +286,11 @@ class Agent:
     async def reset(self, seed: int) -> ResetResult:
         """Start the agent with the task of this seed, and return the agent's first request as the observation.
 
+        If this fails or is cancelled, `close` ends everything that was started.
+
         Raises:
-            EnvError: the agent ended, or rewarded itself, before its first request.
+            EnvError: the agent ended, or rewarded itself, before its first request, or the task is not one text.
+            Exception: any error that the environment of the tasks raises.
         """
         self._tasks = wrap(self._make_tasks())
         if isinstance(self._tasks, Informed):
@@ -302,7 +317,8 @@ class Agent:
         terminated, truncated, info).
 
         Raises:
-            EnvError: the agent failed for another reason than a limit of the run.
+            EnvError: the agent failed for another reason than a limit of the run, or `tasks` goes on after one answer.
+            Exception: any error that the environment of the tasks raises.
         """
         self._session.answer(self._answer(action))
         self._pending = await self._next_request()
@@ -339,7 +355,10 @@ class Agent:
         return PolicyAnswer(message, response.cut, response.prompt_tokens, response.tokens, logprobs, stop)
 
     def _with_counts(self, info: Info) -> Info:
-        """Return the info with the counts of tool calls among its metrics, if the policy has called a tool."""
+        """Return the info with the counts of tool calls among its metrics; without a tool call, the info as it is.
+
+        A metric of the tasks that has the name of a count replaces the count.
+        """
         if not self._calls:
             return info
         counts = {"tool_calls": self._calls, "malformed_calls": self._malformed}
@@ -358,7 +377,8 @@ class Agent:
     async def _next_request(self) -> PendingCall | None:
         """Wait for the agent's next request and apply its settings to the next response. None: the agent has ended.
 
-        Requests that cannot be answered are refused with an error of the API; then the next one is awaited.
+        Requests that cannot be answered are refused with an error of the API; then the next one is awaited. Further
+        requests may arrive meanwhile: the session queues them. The deadline of `reset` or `step` limits the wait.
         """
         while (pending := await self._session.next_call()) is not None:
             request, place = pending.call.request, pending.place
@@ -384,6 +404,7 @@ class Agent:
         The session calls this when a request arrives while another one is being answered.
         """
         request, place = pending.call.request, pending.place
+        # A request for a stream gets each piece of the response while it is sampled.
         hear = pending.call.add if request.stream else None
         self._episode.expect(
             Expected(
@@ -402,7 +423,9 @@ class Agent:
         )
 
     async def _count(self, request: AgentRequest, place: Continuation) -> int:
-        """Return the number of tokens of the prompt of a request that is only counted. The session calls this.
+        """Return the number of tokens of the prompt of a request that is only counted, and gets no response.
+
+        The session calls this, for the agent's calls of Anthropic's `count_tokens`. `place` is the request's place.
 
         Raises:
             ApiError: the messages cannot be shown.
@@ -423,8 +446,9 @@ class Agent:
     async def _refusal(self, pending: PendingCall) -> ApiError | None:
         """Return the error for a request that cannot be answered, else None. The cheap checks are made first.
 
-        The order of the checks also decides the error that the agent gets. A refusal because of a limit of the run is
-        recorded in `_limited`. Tools and the chat template are set only where a branch begins: later turns keep them.
+        The checks also set the tools, the chat template and the form of the next response. The order of the checks
+        decides the error that the agent gets. A refusal because of a limit of the run is recorded in `_limited`. Tools
+        and the chat template are set only where a branch begins, after 0 responses: later turns keep them.
         """
         if self._episode.turns_left < 1:
             self._limited = True
@@ -447,6 +471,7 @@ class Agent:
             return ApiError(400, str(error), None, "messages")
         if room < 1:
             self._limited = True
+            # At least one token must be left for the response, so `1 - room` tokens are missing.
             message = f"The messages are too long: with them {1 - room} tokens too many (model.max_length)."
             return ApiError(400, message, "context_length_exceeded", "messages")
         form = pending.call.request.response_form
@@ -466,6 +491,7 @@ class Agent:
 
         Raises:
             EnvError: the agent failed for another reason than a limit of the run, or `tasks` goes on after one answer.
+            Exception: any error that the environment of the tasks raises.
         """
         assert self._run is not None
         assert self._tasks is not None
@@ -477,7 +503,7 @@ class Agent:
         _, reward, terminated, truncated, info = check_step_result(await self._tasks.step(answer or ""))
         if not (terminated or truncated):
             raise EnvError("the environment of `tasks` goes on after a step: an agent has one answer")
-        truncated = truncated or answer is None
+        truncated = truncated or answer is None  # A limit has ended the agent's work.
         return "", reward, not truncated, truncated, self._with_counts(info)
 
     def _agent(self) -> AgentFunction:

@@ -21,14 +21,14 @@ NOT_STARTED = 127
 
 
 def main(command: list[str]) -> None:
-    """Run the program, kill its descendants, and exit with its exit code or signal."""
+    """Run the program, kill its descendants, and exit with its exit code or signal. Never returns."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, _stop)
     program = os.fork()
     if not program:
         _become(command)
     ended, status = os.wait()
-    while ended != program:
+    while ended != program:  # an adopted orphan has ended before the program
         ended, status = os.wait()
     # A second SIGTERM must not interrupt the killing.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -36,15 +36,16 @@ def main(command: list[str]) -> None:
     # Exit in the way in which the program has ended, so that the caller sees its exit code or its signal.
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
+        if number != signal.SIGKILL:  # its action cannot be set
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
 
 
 def _become(command: list[str]) -> None:
-    """Execute the program in this process. Exits with `NOT_STARTED` if it cannot be started."""
+    """Execute the program in this process, a new child. Exits with `NOT_STARTED` if it cannot be started."""
     try:
+        # A handler of the parent would be inherited until `execvp`.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
@@ -63,7 +64,8 @@ def _stop(*_: object) -> None:
 def end_children() -> None:
     """Kill child processes until there are none.
 
-    The children of a killed process become children of this process, so the loop reaches all descendants.
+    The children of a killed process become children of this process, so the loop reaches all descendants. Blocks until
+    the last one has ended.
     """
     while True:
         try:
@@ -78,11 +80,12 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of this process's children."""
+    """Return the process ids of this process's children, also of adopted ones, from `/proc`."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
+                # The second field after the command, which ends with the last parenthesis, is the parent's id.
                 if name.isdigit() and int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     found.append(int(name))
         except OSError:

@@ -57,6 +57,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
                 await process.stdin.send(task.encode("utf-8", "replace"))
             await process.stdin.aclose()
             await process.wait()
+            # A descendant that the launcher could not kill may keep the pipes open for ever.
             streams.cancel_scope.deadline = anyio.current_time() + REST_S
     finally:
         with anyio.CancelScope(shield=True):
@@ -99,9 +100,9 @@ def too_long(command: list[str]) -> EnvError:
 
 
 async def _end(process: Process) -> None:
-    """End a program if it still runs, and kill all processes of its session.
+    """End a program if it still runs, and kill all processes of its session. Takes `REST_S` at most.
 
-    SIGTERM lets the launcher kill the others.
+    SIGTERM lets the launcher kill the program's descendants, also those in sessions of their own.
     """
     if process.returncode is None:
         with suppress(ProcessLookupError):
