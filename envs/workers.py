@@ -36,7 +36,8 @@ async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.a
 
     The deadline counts from the moment when a worker is free. The number of parallel workers is anyio's default, one
     per core. The worker is killed at its deadline or on a cancellation. Otherwise it is kept for later calls, with all
-    that it has imported and cached.
+    that it has imported and cached. `timeout` is in seconds. Keyword arguments are not passed on: only the type of a
+    function's parameters needs them here.
 
     Raises:
         TimeoutError: the function did not return within `timeout` seconds.
@@ -44,6 +45,8 @@ async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.a
         FlashError: the function raised this error.
         EnvError: the function raised another error. The message names it with file and line.
     """
+    # The wait for a free worker is before the deadline. So the call itself gets a limiter of its own, which lets it
+    # through at once.
     async with anyio.to_process.current_default_process_limiter():
         with anyio.fail_after(timeout):
             value, error = await anyio.to_process.run_sync(
@@ -94,7 +97,7 @@ def _guarded(
 
 @contextmanager
 def time_limit(seconds: float) -> Generator[None]:
-    """Raise TimeLimitError in the block after `seconds`. For parts of a call, in the main thread of a worker.
+    """Raise TimeLimitError in the block after `seconds` of real time. For parts of a call, in a worker's main thread.
 
     The block shares the process's only real-time timer with the guard of `_guarded`. So the guard gets its handler and
     its remaining time back at the end of the block, and also when the time is over: user code may catch the error and
@@ -107,11 +110,12 @@ def time_limit(seconds: float) -> Generator[None]:
     def restore_guard() -> None:
         """Give the timer back to the guard, with the time that it has left; 0 switches it off if there was none."""
         signal.signal(signal.SIGALRM, handler)
+        # A guard whose time is over fires at once: `setitimer` would take 0 or less for no timer.
         left = max(0.001, guard_left - (time.monotonic() - begun)) if guard_left else 0.0
         signal.setitimer(signal.ITIMER_REAL, left)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        """Handle the alarm at the end of the limit."""
+        """Raise TimeLimitError in the block. Python calls this in the main thread when the alarm signal arrives."""
         restore_guard()
         raise TimeLimitError
 

@@ -47,9 +47,15 @@ def code_verifier(
     known, allowed, pool = languages_with(languages or {}), limits_of(limits or {}), judge_pool_of(sandboxes or {})
 
     async def judged(completion: str, answer: str) -> float:
-        """Return the reward of a completion for the tests in the answer column."""
+        """Return the reward of a completion for the tests in the answer column.
+
+        Raises:
+            RewardError: the answer column does not hold valid tests.
+            SandboxError: every sandbox failed, and not because of the program, or none was free in time.
+        """
         suite = _suite(answer, known, test_programs)
         judge = await shared_judge(pool, opener)
+        # For the reward `all`, the first test that fails decides, so the tests after it need not run.
         verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")
         return verdict.share if reward == "share" else float(verdict.passed == verdict.total)
 

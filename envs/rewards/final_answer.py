@@ -131,16 +131,18 @@ PLAIN_NAMES = {
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the final answer of a text, as it is written there; None if it has none.
+    r"""Return the final answer of a text, as it is written there but for the signs that `SIGNS` replaces; None if none.
 
     Only the text after the reasoning counts, and of that the last `<answer>…</answer>`. The places of the answer are
     tried in this order: after `####`; the last complete `\boxed{…}` that is not empty; after "answer is"; the complete
-    text if it is one expression; the last number. Boxes with only commas or "and" between them form one list. If all
-    boxes are empty or unclosed, there is no answer: numbers outside of them do not count.
+    text if it is one expression; the last number; the complete text if it is short and has no number. Boxes with only
+    commas or "and" between them form one list. If all boxes are empty or unclosed, there is no answer: numbers outside
+    of them do not count. Nor is there one after "the answer is not".
     """
     text = final_part(text)
     inside = answer_part(text)
     text = (text if inside is None else inside).translate(SIGNS)
+    # A heading of Markdown has the mark too, unless it ends the text.
     for mark in reversed([*_MARKED.finditer(text)]):
         line = mark[1].strip()
         if line and (not _HEADING.match(line) or _BLANK_REST.match(text, mark.end())):
@@ -204,8 +206,12 @@ def _is_expression(text: str) -> bool:
 
 
 def _clause(text: str) -> str:
-    """Return the first formula of a text if it begins with one, else the text up to the end of its first sentence."""
-    line = text[: 2 * MOST_CHARACTERS].lstrip("*_ \t")
+    """Return the answer at the beginning of a text: the formula that the text begins with, or the first sentence.
+
+    A first formula before a comma, "and" or "or" is part of a list, so the sentence is returned. A sentence with one
+    formula, and with no number outside of it, counts as that formula.
+    """
+    line = text[: 2 * MOST_CHARACTERS].lstrip("*_ \t")  # twice: markup around the answer is removed later
     formula = _MATH.match(line)
     if formula and not re.match(r"[*_ ]{0,4}(?:,|and\b|or\b)", line[formula.end() :]):
         return _with_percent(line, formula)
@@ -225,7 +231,11 @@ def _with_percent(text: str, formula: re.Match[str]) -> str:
 
 
 def _last_value(text: str) -> str | None:
-    """Return the last number of a text, or the formula that contains it; a short text without numbers as it is."""
+    """Return the last number of a text, or the formula that contains it. A range such as `3-5` becomes `3 to 5`.
+
+    A text without numbers is returned as it is; None if it is empty, has several lines, or is longer than
+    `MOST_WORDLESS` characters.
+    """
     # A digit right after a command, as in `\frac12`, would not begin a number.
     text = re.sub(r"\\([A-Za-z]{1,20})(?=\d)", r"\\\1 ", text)
     values = [*VALUE.finditer(text)]

@@ -203,7 +203,10 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text without blanks, to compare texts. Words become lower case, formulas do not."""
+    """Return a text in the form in which two texts are compared: without blanks and dollar signs.
+
+    The word `to`, as in a range, becomes a dash. A text with words of a sentence becomes lower case; formulas do not.
+    """
     bare = re.sub(r"\s+to\s+", "-", text)
     bare = re.sub(r"[\s$]+", "", bare)
     return bare.casefold() if _is_words(text) else bare
@@ -218,7 +221,7 @@ def _is_words(text: str) -> bool:
 def _number(text: str) -> _Number | None:
     """Return the value of a text that is one number, with or without a currency or unit.
 
-    Returns None for any other text, and for a number whose power of ten is beyond `MOST_DIGITS`.
+    Returns None for any other text, for a number whose power of ten is beyond `MOST_DIGITS`, and for a division by 0.
     """
     text = text[about.end() :] if (about := _ABOUT.match(text)) else text
     around = _AROUND.fullmatch(text)
@@ -249,8 +252,8 @@ def _number(text: str) -> _Number | None:
 def _without_unit(text: str) -> str | None:
     """Return the number before a unit, as text; None if the text does not end with a unit.
 
-    Without a blank before it, only a known unit of several letters is accepted. After a blank, known units and any
-    words of several letters are accepted, except the words of `_NO_UNIT`.
+    Without a blank before it, a unit must consist of known units, the first one with several letters. After a blank,
+    known units and any words are accepted, except the words of `_NO_UNIT` and unknown letters other than `a`.
     """
     if foreign := _FOREIGN_UNIT.fullmatch(text):
         return foreign[1]
@@ -260,6 +263,7 @@ def _without_unit(text: str) -> str | None:
     if found["words"] is None:  # Degrees.
         return found["number"]
     words = re.findall(r"[A-Za-zµμΩ]+", found["words"])
+    # More than six words are a sentence and not a unit.
     if len(words) > 6 or not _NO_UNIT.isdisjoint(word.lower() for word in words[:-1]) or words[-1].lower() in _NO_UNIT:
         return None
     known = all(word in _UNITS or word in _ONE_LETTER for word in words)
@@ -274,7 +278,7 @@ def _without_unit(text: str) -> str | None:
 
 
 def math_equal(completion: str, answer: str) -> float:
-    r"""Return 1.0 if the final answer of a completion equals the reference, else 0.0.
+    r"""Return 1.0 if the final answer of a completion equals the reference, else 0.0. No answer is a wrong answer.
 
     The reference is a bare answer, a boxed one, or a solution that ends in `#### 42`.
 
@@ -327,7 +331,8 @@ def _letter(choice: re.Match[str]) -> str:
 def _sides(text: str) -> tuple[str, list[str]]:
     """Return the name that an equation defines, and its other sides: of `x = 2 + 3 = 5`, `x` and the two values.
 
-    The name is empty if there is none. A text that is no equation, or a relation or list, is one side.
+    The name is empty if there is none. A text that is no equation, or a relation or list, is one side. Of more than
+    `MOST_SIDES` sides, the last ones are returned.
     """
     if _RELATION.search(text):
         return "", [text]
@@ -380,7 +385,11 @@ def _in_base(number: re.Match[str]) -> int | str:
 
 
 def _same_expression(found: str, reference: str) -> bool:
-    """Return True if math-verify finds both formulas equal in value."""
+    """Return True if math-verify finds both formulas equal in value; False also if it cannot read one in time.
+
+    Raises:
+        RewardError: reading the reference takes more than `MOST_CPU_S`.
+    """
     ours, theirs = _latex(found), _latex(reference)
     if ours is None or theirs is None:
         return False
@@ -398,9 +407,10 @@ def _same_expression(found: str, reference: str) -> bool:
 
 
 def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
-    """Return True if a formula has the wanted value. Runs under `_bounded`.
+    """Return True if a formula has the wanted value. Runs under `_bounded`, which limits its time.
 
-    `rounded` is the tolerance if one of the two is a decimal that may be rounded; None: they must be equal.
+    `wanted` is the reference as a sympy object. `rounded` is the tolerance if one of the two is a decimal that may be
+    rounded; None: they must be equal, apart from errors of floating point.
     """
     try:
         found = _parsed(latex)
@@ -422,13 +432,20 @@ def _verified(latex: str, wanted: Any, rounded: Fraction | None) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(latex: str) -> Any:
-    """Return the unevaluated sympy object that math-verify reads in a formula; None if it reads none."""
+    """Return the unevaluated sympy object that math-verify reads in a formula; None if it reads none.
+
+    The results are kept, because all samples of a problem are compared with one reference.
+    """
     found = math_verify.parse(f"\\boxed{{{latex}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=0)
     return found[0] if found else None
 
 
 def _latex(text: str) -> str | None:
-    """Return an answer as a formula for math-verify; None for words, which it would read as products of letters."""
+    """Return an answer as a formula for math-verify, or None if math-verify must not read it.
+
+    None is returned for words, which it would read as products of letters, and for text without a letter or digit.
+    Formulas that are too long, nested too deeply or costly to read are refused, too.
+    """
     text = re.sub(r"\s(?:and|or)\s", ", ", text).replace("**", "^")
     # Functions and symbols that are written without a backslash.
     text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?![A-Za-z])", r"\\\1 ", text)
@@ -445,7 +462,7 @@ def _latex(text: str) -> str | None:
 
 
 def _depth(text: str) -> int:
-    """Return the depth to which brackets nest."""
+    """Return the depth to which brackets nest; 0 without brackets."""
     steps = (1 if sign in "([{" else -1 for sign in text if sign in "()[]{}")
     return max(itertools.accumulate(steps), default=0)
 
@@ -487,7 +504,8 @@ def _digits(found: Any) -> float:
 def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
     """Call a function, which may use `MOST_CPU_S` of processor time, and return its result.
 
-    Processor time proves that the call itself is slow, because a busy machine does not add to it.
+    Processor time proves that the call itself is slow, because a busy machine does not add to it. Outside of the main
+    thread the call has no limit.
 
     Raises:
         TimeoutError: the call used more processor time.

@@ -181,7 +181,8 @@ def _score_in_time(seconds: float, path: str, completion: str, answer: Reference
     try:
         with time_limit(seconds):
             return _score(verifier, completion, answer)
-    except TimeLimitError:  # the time was over just when the score was there
+    # `_score` catches an error that is raised within the verifier. Here the time was over just before or after it.
+    except TimeLimitError:
         return _Scored(None, f"no answer within {seconds:g} s")
 
 
