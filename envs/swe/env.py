@@ -132,12 +132,15 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     def held_out_problems(cls, options: SweOptions) -> int:
         """Return the number of held-out tasks, which are used for evaluation only.
 
-        An evaluation shows each of them once.
+        An evaluation shows each of them once. The first call of a process reads the tasks. Raises ConfigError.
         """
         return len(load_tasks(options.folder).held_out)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the report of the bug that belongs to this seed."""
+        """Return the report of the bug that belongs to this seed. Borrows no sandbox yet.
+
+        Raises ConfigError if a task is wrong; the first call of a process reads them.
+        """
         tasks = await anyio.to_thread.run_sync(load_tasks, self._options.folder, abandon_on_cancel=True)
         self._task = tasks.of_seed(seed)
         return self._shown(self._question(self._task)), {"level": self._task.level}
@@ -147,7 +150,8 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     async def _run(self, task: SweTask, command: str) -> Result:
         """Run commands in the repository's folder. The first call borrows the sandbox.
 
-        Errors are part of the output, so that the policy sees both in the order in which they were written.
+        Errors are part of the output, so that the policy sees both in the order in which they were written. Raises
+        SandboxError if no sandbox is free in time or the sandbox fails.
         """
         if self._sandbox is None:
             self._sandbox = await self._borrowed(task)
@@ -158,7 +162,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return await self._sandbox.run(command, timeout=timeout, env=VARIABLES, cwd=REPOSITORY)
 
     async def _borrowed(self, task: SweTask) -> Sandbox:
-        """Borrow a sandbox for the policy until the end of its work, and write the repository into it."""
+        """Borrow a sandbox for the policy until the end of its work, and write the repository into it.
+
+        Raises SandboxError if no sandbox is free in time or the sandbox fails.
+        """
+        # The judge of the node holds the pool of sandboxes.
         judge = await self._judge()
         spec = spec_of(self._options.language, self._options.allowed)
         sandbox = await self._resources.enter_async_context(judge.sandboxes.borrow(spec, self._options.pool.wait))
@@ -171,8 +179,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     async def _judged(self, task: SweTask, *, truncated: bool) -> StepResult:
         """Check the current files in a clean sandbox, and return the last step of the episode.
 
-        Files that cannot be copied out of the policy's sandbox, such as too large ones, count as a failed check: the
-        policy has made them.
+        Files that cannot be copied out of the policy's sandbox, such as too large ones, count as failed checks: the
+        policy has made them. `truncated`: True if the run's limits ended the work.
+
+        Raises:
+            SandboxError: a sandbox failed, and the policy has not caused it.
         """
         options = self._options
         outcomes: list[CaseOutcome] = []
@@ -269,7 +280,11 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
 
 
 def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
-    """Return the shares of checks that pass: `fixed`, among checks that failed before, and `kept`, among all others."""
+    """Return the shares of checks that pass: `fixed`, among checks that failed before, and `kept`, among all others.
+
+    `outcomes` are in the order of the task's checks; a check without an outcome has not passed. The share of no checks
+    is 1.
+    """
     shares: dict[str, float] = {}
     for name, broken in (("fixed", True), ("kept", False)):
         places = [place for place, check in enumerate(task.checks) if check.broken == broken]
@@ -280,7 +295,7 @@ def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
 
 @asynccontextmanager
 async def _temporary_folder() -> AsyncGenerator[Path]:
-    """Make an empty temporary folder for the time of the block."""
+    """Make an empty temporary folder on this machine for the time of the block, and remove it also on cancellation."""
     path = Path(await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="flash-swe-")))
     try:
         yield path

@@ -124,7 +124,8 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
     def inform(self, episode: EpisodeView) -> None:
         """Keep the view of the episode, which knows how many tokens and turns are left.
 
-        `step` needs it to judge the work before the run's limits end the episode.
+        `step` needs it to judge the work before the run's limits end the episode. The rollout node calls this before
+        `reset`; without it, no limits of the run are known.
         """
         self._episode = episode
 
@@ -132,6 +133,10 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         """Run the commands of an answer and return their output, or judge the work if this was the last answer.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before, or judging failed.
+            SandboxError: the policy's sandbox cannot be borrowed or has failed.
         """
         if self._task is None:
             raise EnvError("step() was called before reset()")
@@ -152,7 +157,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         shown = self._shown(text)
         if self._episode is not None:
             # Without room for another answer, the run would cut the episode, and the work would get no reward.
-            await self._episode.prepare(shown)
+            await self._episode.prepare(shown)  # renders a large observation in a thread, so that `room` is fast
             if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
                 return await self._judged(self._task, truncated=True)
         return shown, 0.0, False, False, {}
@@ -177,5 +182,5 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         return [Message("user", text)]
 
     async def _judge(self) -> Judge:
-        """Return this node's judge, which holds the pool of sandboxes."""
+        """Return this node's judge, which holds the pool of sandboxes. The first call on the node opens the pool."""
         return await shared_judge(self._options.pool, type(self).opener)

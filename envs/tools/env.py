@@ -108,7 +108,10 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def language(self) -> Language:
-        """Description of the sandbox: its image, which must have Python."""
+        """Description of the sandbox: its image, and the program that the image must have. `prepare` checks both.
+
+        `-` stands for no file: Python reads a program from standard input.
+        """
         return Language(image=self.image, file="-", run=("python3", "-"))
 
     def work(self, opener: SandboxOpener) -> ToolSandboxes:
@@ -186,10 +189,11 @@ class ToolEnv:
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Open the tools, offer them to the policy, and return the problem.
+        """Open the tools, offer them to the policy, and return the problem. `close` ends what a failed call has opened.
 
         Raises:
-            FlashError: a tool cannot be opened, or the environment of the problems failed.
+            FlashError: a tool cannot be opened, or the run has no parser of calls (model.tool_parser).
+            Exception: any error that the environment of the problems raises.
         """
         options = self._options
         self._runners = await _open(options, self._resources, type(self).opener)
@@ -211,6 +215,10 @@ class ToolEnv:
         An answer whose call cannot be read at all gets an explanation instead of results. If the run's limits on turns
         or tokens leave no room for another answer, the problem is judged now, on an empty answer. Returns (observation,
         reward, terminated, truncated, info).
+
+        Raises:
+            FlashError: a tool failed in a way that the policy has not caused.
+            Exception: any error that the environment of the problems raises.
         """
         spoken = self._episode.spoken()
         calls = spoken.message.tool_calls
@@ -222,7 +230,7 @@ class ToolEnv:
             shown = [Message("user", UNREADABLE)]
         else:
             return await self._judge(spoken.message.content)
-        await self._episode.prepare(shown)
+        await self._episode.prepare(shown)  # renders a large observation in a thread, so that `room` does not block
         if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
             # Otherwise the run would cut the episode without a reward. An empty answer gets the reward that the
             # environment of the problems gives for no answer.
@@ -231,11 +239,14 @@ class ToolEnv:
         return shown, 0.0, False, False, {}
 
     async def close(self) -> None:
-        """Close the environment, the tools and their sandbox."""
+        """Close the environment, the tools and their sandbox, in this order. An error does not keep the rest open."""
         await self._resources.aclose()
 
     async def _judge(self, answer: str) -> StepResult:
-        """Pass a final answer to the environment of the problems. Counts are added to the result of its last step."""
+        """Pass a final answer to the environment of the problems, and return its result as the result of the step.
+
+        Counts are added to the info of its last step. Before that, its observation becomes messages.
+        """
         observation, reward, terminated, truncated, info = check_step_result(await self._env.step(answer))
         if terminated or truncated:
             return observation, reward, terminated, truncated, self._with_counts(info)
@@ -245,7 +256,7 @@ class ToolEnv:
         """Carry out calls at the same time, and return their results in the order of the calls.
 
         Calls after the first `most` are not carried out, so that one answer cannot occupy the node. Their result says
-        so.
+        so. If a call raises an error, the others are cancelled and the first error is raised.
         """
         texts = [""] * len(calls)
 
@@ -267,7 +278,11 @@ class ToolEnv:
         ]
 
     async def _result(self, call: ToolCall) -> str:
-        """Carry out one call. Returns its result, cut to `output` characters, or the error of a malformed call."""
+        """Carry out one call. Returns its result, cut to `output` characters, or the error of a malformed call.
+
+        Calls of one answer run at the same time; each changes the counts only between its awaits. Raises FlashError if
+        the tool failed in a way that the policy has not caused.
+        """
         try:
             runner, arguments = read_call(call, self._runners)
         except MalformedCallError as error:
@@ -303,6 +318,7 @@ def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, di
     if runner is None:
         raise MalformedCallError(f"there is no function {call.name!r}; there are {', '.join(runners)}")
     try:
+        # Models write a call without arguments also as an empty text.
         value: object = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedCallError(f"the arguments of {call.name} are no JSON: {error}") from None
@@ -314,7 +330,7 @@ def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, di
 
 
 def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Check names and types of arguments against the first level of a schema. Raises MalformedCallError.
+    """Check names and types of arguments against the first level of a schema. Raises MalformedCallError at a fault.
 
     Additional arguments are allowed if the schema says so or lists no properties. An argument whose type the schema
     does not name is not checked.
@@ -357,6 +373,8 @@ def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any
 
 async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpener) -> dict[str, Runner]:
     """Open the tools of an episode and return them by name. `held` closes them, also if this function fails.
+
+    `opener` opens the node's sandboxes. No sandbox is borrowed here: the first call that needs one borrows it.
 
     Raises:
         ConfigError: two tools have the same name.

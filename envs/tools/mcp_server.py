@@ -74,10 +74,12 @@ class McpServer:
         """True if the server's task was started, so that `close` must wait for its end."""
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """Start the server, and request its list of tools.
+        """Start the server in a task of its own, and wait for its list of tools. `place` gives the task group.
+
+        If this is cancelled, `close` ends the server.
 
         Raises:
-            EnvError: the server does not start, or does not answer in time.
+            EnvError: the server does not start, or does not answer within `START_S`.
         """
         (await place.tasks()).start_soon(self._run_server)
         self._begun = True
@@ -111,7 +113,7 @@ class McpServer:
         )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text. Other errors than the end of the server are part of the text.
+        """Call a tool and return its result as text. Errors that the server reports are part of the text.
 
         Raises:
             EnvError: the server has ended.
@@ -147,7 +149,14 @@ class McpServer:
                 self._over.set()
 
     async def _connect(self, stderr: Any) -> None:
-        """Start the server, list its tools page by page, and keep it until the episode ends."""
+        """Start the server, list its tools page by page, and keep it until `close` is called.
+
+        `stderr` is the file for the server's standard error. Sets `_listed`, then `_session`, then `_settled`.
+
+        Raises:
+            ConfigError: the package `mcp` is not installed.
+            Exception: any error of the package or of the server.
+        """
         try:
             # In a thread, because the import takes seconds.
             await anyio.to_thread.run_sync(import_module, "mcp")

@@ -49,7 +49,7 @@ class Answers:
 
 
 class _State:
-    """Calls of one episode in one state."""
+    """Calls of one episode that depend on the same state, such as the files of its sandbox (`Runner.state`)."""
 
     def __init__(self) -> None:
         self.digest = b""
@@ -76,6 +76,8 @@ class Memory:
         """Return the answer to a call: a known one, or the result of carrying the call out.
 
         Only the arguments count for a tool without a state. A tool with an unknown state (None) is always carried out.
+        Calls of one turn arrive together: those in the same state wait for each other, others run at the same time.
+        Raises the errors of the tool.
         """
         if runner.state is None:
             return await runner.call(arguments)

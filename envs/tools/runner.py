@@ -85,7 +85,7 @@ async def _open_tasks() -> AsyncGenerator[TaskGroup]:
     """Provide the task group of the node, in the form that `shared` takes. Remaining tasks are cancelled at its end."""
     async with anyio.create_task_group() as tasks:
         yield tasks
-        tasks.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()  # the node ends
 
 
 class Cut(str):
@@ -140,7 +140,7 @@ def schema(**properties: str) -> dict[str, Any]:
 
 async def within(seconds: float, answer: Awaitable[str]) -> str:
     """Wait for an answer, and return it. Without one within `seconds`, cancel it and return a `Cut` with an error
-    text."""
+    text. Raises the errors of `answer`."""
     with anyio.move_on_after(seconds):
         return await answer
     return Cut(f"error: no answer within {seconds:g} s")

@@ -48,7 +48,7 @@ class Python:
         """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
-            """Run the program of a call and return its output."""
+            """Run the program of a call and return its output. Raises SandboxError if the sandbox fails."""
             sandbox = await place.sandbox()
             code = arguments["code"].encode("utf-8", "replace")
             return await _command_result(sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
@@ -71,7 +71,10 @@ class Bash:
         """Return the tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
-            """Run the command of a call and return its output; an unusable command gets an error text."""
+            """Run the command of a call and return its output; an unusable command gets an error text.
+
+            Raises SandboxError if the sandbox fails.
+            """
             if fault := unusable_command(arguments["command"]):
                 return fault
             sandbox = await place.sandbox()
@@ -130,10 +133,21 @@ class FileTools:
         """Return a tool whose argument `path` is checked before the sandbox is used.
 
         An error of the file or of a limit of the sandbox is the tool's result: the policy caused it and can act on it.
+
+        Args:
+            place: resources of the episode, with its sandbox.
+            name: name of the tool for the policy.
+            description: description of the tool for the policy.
+            parameters: JSON schema of the arguments, one of which is `path`.
+            work: function that carries out a call in the sandbox, with these arguments.
+            changes: True if the tool changes files.
         """
 
         async def call(arguments: dict[str, Any]) -> str:
-            """Check the path of a call, carry it out, and return its result or the error text."""
+            """Check the path of a call, carry it out, and return its result or the error text.
+
+            Raises SandboxError if the sandbox fails for another reason.
+            """
             if fault := unusable_path(arguments["path"]):
                 return fault
             sandbox = await place.sandbox()
@@ -153,7 +167,7 @@ class FileTools:
 async def _command_result(running: Awaitable[Result]) -> str:
     """Wait for a command and return its result as text: a `Cut` if its time ran out.
 
-    A limit of the sandbox that the policy has hit is also a result.
+    A limit of the sandbox that the policy has hit is also a result. Raises SandboxError if the sandbox fails.
     """
     try:
         result = await running

@@ -88,11 +88,12 @@ class Index:
     """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
+        """Count the terms of all passages. Takes long for many texts, so `Search.open` calls it in a thread."""
         self.passages = passages
         counts = [Counter(terms(passage.text)) for passage in passages]
         lengths = [count.total() for count in counts]
         mean = sum(lengths) / max(1, len(lengths)) or 1.0  # 1 if no passage has a term
-        # The part of the formula's denominator that depends on the passage alone.
+        # For each passage, the part of the formula's denominator that depends on the passage alone.
         self._length_terms = [K1 * (1 - B + B * length / mean) for length in lengths]
         self._postings: dict[str, list[tuple[int, int]]] = {}
         """For each term, the index of each passage that contains it, and the number of occurrences there."""
@@ -123,7 +124,7 @@ class Search:
         self._options = options
 
     async def open(self, place: ToolPlace) -> Sequence[Runner]:
-        """Return the tool. The texts are read once per node."""
+        """Return the tool. The texts are read once per node. Raises OSError if a text cannot be read."""
         options = self._options
 
         @asynccontextmanager
@@ -160,9 +161,10 @@ def terms(text: str) -> list[str]:
 
 
 def passages(options: SearchOptions) -> list[Passage]:
-    """Read the files of a folder and return their passages, in the order of the files' names.
+    """Read the files of a folder and return their passages, in the order of the files' paths. Blocks.
 
-    A passage ends at the first end of a paragraph after `options.passage` characters, or at the end of its file.
+    A passage ends at the first end of a paragraph after `options.passage` characters, or at the end of its file. Bytes
+    that are no UTF-8 are replaced. Raises OSError if a file cannot be read.
     """
     found: list[Passage] = []
     root = Path(options.folder)
