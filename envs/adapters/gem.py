@@ -73,7 +73,11 @@ class Gem:
             raise ConfigError(f"{options.id} cannot be played: {error}") from error
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Start an episode with this seed, and return its first observation."""
+        """Start an episode with this seed, and return its first observation.
+
+        Raises:
+            EnvError: GEM's environment raised an error or took too long, or the worker died.
+        """
         self._seed, self._answers = seed, []
         return (await self._replay())[0], {}
 
@@ -81,6 +85,9 @@ class Gem:
         """Replay the episode with the new answer at its end, and return the result of that answer.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: GEM's environment raised an error or took too long, or the worker died.
         """
         self._answers.append(action)
         return *(await self._replay()), {}
@@ -89,7 +96,10 @@ class Gem:
         """Do nothing: workers keep no state of an episode."""
 
     async def _replay(self) -> tuple[str, float, bool, bool]:
-        """Replay the episode in a worker process. Raises EnvError if the worker dies or takes too long."""
+        """Replay the episode in a worker process. Returns (observation, reward, terminated, truncated).
+
+        Raises EnvError if the environment raises an error, or if the worker dies or takes too long.
+        """
         options = self._options
         try:
             return await in_worker(options.timeout, _play, options.id, options.kwargs, self._seed, self._answers)
@@ -106,12 +116,16 @@ def _known() -> list[str]:
 
 
 def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
-    """Replay an episode with these answers in a worker. Returns observation, reward, `terminated` and `truncated`."""
+    """Replay an episode with these answers in a worker.
+
+    Returns (observation, reward, terminated, truncated) after the last answer; reward 0 and no end without an answer.
+    """
     env = _library().make(name, **kwargs)
     # GEM's environments seed NumPy, which takes no seed of more than 32 bits.
     (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False
     for answer in answers:
         shown, reward, terminated, truncated, info = env.step(answer)
+    # GEM's own text after an observation, which asks for the next answer. The end of an episode needs none.
     suffix = "" if terminated or truncated else info.get("suffix", "")
     return f"{shown}\n{suffix}".strip() + "\n", float(reward), bool(terminated), bool(truncated)
 

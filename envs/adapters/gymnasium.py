@@ -65,7 +65,10 @@ class Gymnasium:
                 raise ConfigError(f"actions must be single words, because the last word counts, but one is {name!r}")
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        """Start an episode with this seed, and return its first observation after the instructions."""
+        """Start an episode with this seed, and return its first observation after the instructions.
+
+        Raises EnvError if neither the observation nor the rendering is text.
+        """
         observation, _ = self._env.reset(seed=seed)
         self._shown = self._text(observation)
         return self._options.instructions + self._shown, {}
@@ -73,7 +76,8 @@ class Gymnasium:
     def step(self, action: str) -> StepResult:
         """Take the action that the answer names. The last observation is shown again if the answer names none.
 
-        Returns (observation, reward, terminated, truncated, info).
+        Returns (observation, reward, terminated, truncated, info). Raises EnvError if neither the new observation nor
+        the rendering is text.
         """
         chosen: Any = action
         if self._options.actions:
@@ -104,6 +108,6 @@ def _last_word(answer: str) -> str:
 
 
 def _make(options: GymnasiumOptions) -> gymnasium.Env[Any, Any]:
-    """Make Gymnasium's environment."""
+    """Make Gymnasium's environment. Raises gymnasium.error.Error, ImportError or TypeError if it cannot be made."""
     # Gymnasium's checker warns about each action outside of the action space, and most texts of a policy are outside.
     return gymnasium.make(options.id, disable_env_checker=True, **options.kwargs)

@@ -10,9 +10,9 @@ reward is the number that they write to /logs/verifier.
 - `separate`: the tests run in a second sandbox, which gets only the artifacts of the policy's sandbox. The first
   sandbox is returned before the second one is borrowed, so that episodes never wait for each other's sandboxes.
 
-If there is no reward file in time, or an empty one, the
-reward is 0 and the note gives the reason. A reward file with something other than finite numbers, tests that cannot be
-read on this machine, or a sandbox that fails, ends the episode with an error and without a reward.
+If there is no reward file in time, or an empty one, the reward is 0 and the note gives the reason. A reward file with
+something other than finite numbers, tests that cannot be read on this machine, or a sandbox that fails, ends the
+episode with an error and without a reward.
 """
 
 from __future__ import annotations
@@ -156,7 +156,11 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
             pass
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the instruction of this seed's task."""
+        """Return the instruction of this seed's task, with the rules of the shell. Borrows no sandbox yet.
+
+        Raises:
+            ConfigError: a folder is not a valid task.
+        """
         options = self._options
         tasks = await anyio.to_thread.run_sync(options.tasks, abandon_on_cancel=True)
         self._task = tasks.of_seed(seed)
@@ -164,7 +168,11 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         return self._shown(f"{self._task.prompt.strip()}\n\n{rules}"), {"task": self._task.name}
 
     async def _run(self, task: HarborTask, command: str) -> Result:
-        """Run commands in the episode's shell session, which keeps variables and the working directory."""
+        """Run commands in the episode's shell session, which keeps variables and the working directory.
+
+        Raises:
+            SandboxError: no sandbox is free in time, or the sandbox failed.
+        """
         _, shell = await self._sandbox_and_shell(task)
         return await shell.run(command, timeout=self._options.command_timeout)
 
@@ -172,7 +180,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         """Return the episode's sandbox and shell session.
 
         The first call opens them, so that an episode holds no sandbox before its first answer. `close` ends them, with
-        `_resources`.
+        `_resources`. Only `step` calls this, so no two calls overlap. Raises SandboxError if no sandbox can be opened.
         """
         if self._box_and_shell is None:
             options = self._options
@@ -191,6 +199,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
 
         Raises:
             RewardError: the tests left something other than finite numbers, or not the one that `reward` names.
+            SandboxError: a sandbox failed, and the policy has not caused it.
         """
         sandbox, _ = await self._sandbox_and_shell(task)
         try:
@@ -201,6 +210,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
         except (SandboxFileError, SandboxLimitError) as error:
             numbers, note = {}, f"the tests cannot be run: {error}"
         else:
+            # A number that stopped tests have left may not be their last one.
             numbers = {} if ran.timed_out else _numbers(files, task.name, self._options.reward)
             note = f"{how_ended(ran)}: {numbers or f'no number in {REWARDS}'}"
         wanted = self._options.reward

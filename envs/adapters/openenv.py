@@ -71,6 +71,7 @@ class OpenEnv:
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Connect, and start an episode with this seed. Raises EnvError if the server cannot be reached, or fails."""
+        # `http://` becomes `ws://`, and `https://` becomes `wss://`.
         address = f"ws{self._options.url.removeprefix('http').rstrip('/')}/ws"
         try:
             self._connection = await connect(address, max_size=LARGEST_MESSAGE, proxy=None)
@@ -87,8 +88,9 @@ class OpenEnv:
 
         Raises:
             RewardError: the episode is over, and none of its replies had a reward.
-            EnvError: the server failed.
+            EnvError: the server failed, its reply lacks the field, or `reset` was not called before.
         """
+        # Copied, because the answer is put into the tables of the option.
         table = request = copy.deepcopy(self._options.action)
         *tables, field = self._options.action_field.split(".")
         for name in tables:
@@ -103,12 +105,21 @@ class OpenEnv:
         return self._shown(reply), reward or 0.0, done, False, {}
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, which ends the episode on the server. Does nothing before `reset`."""
         if self._connection is not None:
             await self._connection.close()
 
     async def _request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the data of the server's reply. Raises EnvError if the server fails."""
+        """Send a request, wait for the server's reply, and return its data. Only the caller's deadline ends the wait.
+
+        Args:
+            kind: `reset` or `step`.
+            data: content of the request.
+
+        Raises:
+            EnvError: the server refused the request, ended the connection or sent another message, or there is no
+                connection yet.
+        """
         if self._connection is None:
             raise EnvError("step() was called before reset()")
         try:
@@ -139,8 +150,9 @@ class OpenEnv:
         if not isinstance(shown, dict):
             raise EnvError(f"the observation must have fields, but is {shown!r:.200}")
         error = cast("dict[str, Any]", shown).get("error")
-        path = ""
+        path = ""  # fields that were followed so far, for the error message
         for field in self._options.observation_field.split("."):
+            # A tool that failed has no table of results where the field is looked for, but an error beside it.
             if isinstance(error, dict) and not isinstance(shown, dict):
                 if error.get("error_type") == NO_TOOL:
                     raise EnvError(f"the server refused step: {error.get('message')} ({NO_TOOL})")

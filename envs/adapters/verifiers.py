@@ -59,11 +59,16 @@ class Verifiers:
 
     @classmethod
     async def prepare(cls, options: VerifiersOptions) -> None:
-        """Connect to the server, and read its list of tasks. Each node calls this once, before its engines start."""
+        """Connect to the server, and read its list of tasks. Each node calls this once, before its engines start.
+
+        Raises:
+            EnvError: the server cannot be reached, or has no list of tasks.
+            ConfigError: the division would leave a side without tasks.
+        """
         await _opened(options)
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Return the task of this seed as a text for `play`."""
+        """Return the task of this seed as a text for `play`: the options and the task's number, as JSON."""
         _, tasks = await _opened(self._options)
         number = tasks.of_seed(seed).number
         return msgspec.json.encode((self._options, number)).decode(), {"task": number}
@@ -87,10 +92,13 @@ class Verifiers:
 
 
 async def play(base_url: str, api_key: str, task: str) -> str:
-    """Let the server run a task against the episode's endpoint. Returns the result as JSON.
+    """Let the server run a task against the episode's endpoint. Returns the result as JSON text, for `Verifiers.step`.
+
+    `envs.agent` calls this as the agent; a cancellation closes the request, and the server then ends the episode.
 
     Raises:
         EnvError: the server reports an error.
+        httpx.HTTPError: the server cannot be reached any more.
     """
     options, number = msgspec.json.decode(task, type=tuple[VerifiersOptions, int])
     client, _ = await _opened(options)
@@ -107,7 +115,12 @@ async def _opened(options: VerifiersOptions) -> tuple[httpx.AsyncClient, Split[_
 
 @asynccontextmanager
 async def _open(options: VerifiersOptions) -> AsyncGenerator[tuple[httpx.AsyncClient, Split[_Task]]]:
-    """Connect to the server for the life of the node, and divide its tasks."""
+    """Connect to the server for the life of the node, and divide its tasks. Yields the client and the tasks.
+
+    Raises:
+        EnvError: the server cannot be reached, or has no list of tasks.
+        ConfigError: the division would leave a side without tasks.
+    """
     # The server replies when an episode is over, so only the run's own deadlines apply.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=options.url, timeout=None, limits=limits, trust_env=False) as client:

@@ -95,18 +95,27 @@ class TextWorld(TextGame[TextWorldOptions]):
                 ) from None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Start the game of this seed and return its first observation. Raises EnvError if it cannot be generated."""
+        """Start the game of this seed and return its first observation. It is generated before, if it does not exist.
+
+        Raises:
+            EnvError: the game was not generated or did not start in time, or one of the two raised an error.
+        """
         return await self._begin(await self._generated(self._options.game_of(seed))), {}
 
     async def _generated(self, game: GameOf) -> str:
-        """Return the path of a game's file, which is generated if it does not exist. Tests override this method."""
+        """Return the path of a game's file, which is generated if it does not exist. Tests override this method.
+
+        Raises:
+            EnvError: the game was not generated in time, generating it raised an error, or the worker died.
+        """
         return await _make_in_worker(generate, game, self._options.place)
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """Return `count` training games, each with the commands of its own solution, to teach a small model to play.
 
-        Another process generates and plays the games; this call blocks meanwhile.
+        Another process generates and plays the games; this call blocks meanwhile. Raises EnvError if that fails.
         """
+        # Consecutive games, other ones for each `seed`. With few games they repeat, and each is played once.
         numbers = [(seed * count + index) % self._options.games for index in range(count)]
         examples = {number: self._example(number) for number in sorted(set(numbers))}
         return [examples[number] for number in numbers]
@@ -127,7 +136,10 @@ class TextWorld(TextGame[TextWorldOptions]):
 
 @functools.cache
 def _solution_turns(game: GameOf, folder: str) -> list[Turn]:
-    """Return the turns of a game's solution. Blocks while another process plays it. Raises EnvError."""
+    """Return the turns of a game's solution. Blocks while another process plays it. Raises EnvError if that fails.
+
+    Each turn is kept for the next batch of examples, because playing a game takes seconds.
+    """
     return run_apart(_make_in_worker, walk, game, folder)
 
 
@@ -135,7 +147,7 @@ async def _make_in_worker(make: Callable[[GameOf, str], _T], game: GameOf, folde
     """Call `make`, which is `generate` or `walk`, in a worker process and return its result.
 
     Raises:
-        EnvError: the game was not generated in time, or the worker process died.
+        EnvError: the game was not generated in time, `make` raised an error, or the worker process died.
     """
     try:
         return await in_worker(GENERATE_S, make, game, folder)

@@ -74,7 +74,7 @@ async def play_in_worker(episode: int, file: str, commands: Sequence[str], timeo
     from the moment when a worker is free and has loaded TextWorld.
 
     Raises:
-        EnvError: the game did not answer in time, its worker died, or the worker did not load TextWorld.
+        EnvError: the game did not answer in time or raised an error, its worker died, or did not load TextWorld.
     """
     last = repr(commands[-1]) if commands else "its start"
     try:
@@ -123,7 +123,7 @@ class TextGame(Generic[_Options]):
             raise EnvError(f"no worker loads TextWorld: {type(error).__name__} {error}") from None
 
     async def _begin(self, file: str) -> Observation:
-        """Start the game of a file and return its first observation."""
+        """Start the game of a file and return its first observation. Raises EnvError if the game does not start."""
         self._file, self._commands = file, []
         shown = await self._play()
         self._score = shown.score
@@ -134,6 +134,9 @@ class TextGame(Generic[_Options]):
 
         The episode ends when the game is won or lost, or after `max_moves` commands. Returns (observation, reward,
         terminated, truncated, info).
+
+        Raises:
+            EnvError: the game did not answer, `reset` was not called before, or the episode has ended.
         """
         if not self._file:
             raise EnvError("step() was called before reset() or after the end")
@@ -151,7 +154,7 @@ class TextGame(Generic[_Options]):
         """Do nothing: workers close games that are no longer played."""
 
     async def _play(self) -> ShownGame:
-        """Return the state of the game after all commands so far."""
+        """Return the state of the game after all commands so far. Raises EnvError if the game does not answer."""
         return await type(self).player(self._episode, self._file, self._commands, self._options.timeout)
 
     def _show(self, shown: ShownGame, *, first: bool) -> Observation:

@@ -152,7 +152,8 @@ Turn = tuple[ShownGame, str]
 def walk(game: GameOf, folder: str) -> list[Turn]:
     """Generate a game if needed, play its own solution, and return all turns.
 
-    `TextWorld.solved_examples` makes examples of them, to teach a small model to play.
+    `TextWorld.solved_examples` makes examples of them, to teach a small model to play. `folder` has one folder for each
+    game. Raises the errors of `generate`.
     """
     file, games = generate(game, folder), Games()
     commands: list[str] = []
@@ -215,8 +216,13 @@ class Games:
     def play(self, episode: int, file: str, commands: Sequence[str]) -> ShownGame:
         """Give a game the commands that it has not received yet, and return its state.
 
-        The game is started again from its file if it is not open, or if the earlier commands differ: this worker may
-        have missed turns of the episode that other workers played.
+        The game is started again from its file if it is not open, or if the earlier commands differ. An open game that
+        has missed turns, which other workers played, gets all commands of these turns.
+
+        Args:
+            episode: number of the episode, under which the game is kept open.
+            file: path of the game's file.
+            commands: all commands of the episode so far; empty: the first state.
         """
         known = self._open.pop(episode, None)
         if known is not None and (known.file != file or known.commands != commands[: len(known.commands)]):
@@ -226,6 +232,7 @@ class Games:
             game = _start(file)
             known = _OpenGame(game, file, [], game.reset())
         state = known.state
+        # If a command raises an error, the game stays taken out, and a later call starts it again.
         for command in commands[len(known.commands) :]:
             state, _, _ = known.game.step(command)
         self._open[episode] = _OpenGame(known.game, file, [*commands], state)

@@ -52,7 +52,8 @@ class Server:
         self._tasks = list(islice(self._env.taskset, most))
         """Tasks by the numbers that `play` gets."""
         self._lanes: dict[str, tuple[str, str]] = {}
-        """Base URL and key of the episode that uses each lane."""
+        """Base URL and key of the episode that uses each lane, by the lane's number as text. `_serving` also sets
+        `_session`, the client for requests to these URLs."""
 
     def app(self) -> web.Application:
         """Return the web application with all routes."""
@@ -83,12 +84,14 @@ class Server:
         """Run an episode of task `number` against the endpoint at `base_url`. Returns its reward and its metrics.
 
         The reward is the mean over the traces of agents that are trained. An episode with errors, or without such a
-        trace, has status 500.
+        trace, has status 500. If the client leaves, aiohttp cancels this call, and with it the episode.
         """
         asked = await request.json()
+        # The smallest free number. No `await` stands before the lane is taken, so no other episode takes it too.
         lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
         self._lanes[lane] = asked["base_url"], asked["api_key"]
         try:
+            # A variable that does not exist, so that the harness has no key: `pass_on` adds the episode's key.
             client = self._verifiers.EvalClientConfig(
                 base_url=f"{request.url.origin()}/lanes/{lane}/v1", api_key_var="FLASH_LANE_HAS_NO_KEY"
             )
@@ -110,7 +113,8 @@ class Server:
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Pass a harness's request on to the endpoint of its episode, and stream the response back.
 
-        A request after the end of the episode is refused with status 401.
+        A request after the end of the episode is refused with status 401, until another episode takes the lane.
+        `pass_on` runs beside `play` of the episode, for any number of requests at a time.
         """
         if request.match_info["lane"] not in self._lanes:
             return web.json_response({"error": {"message": "The episode is over."}}, status=401)
