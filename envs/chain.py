@@ -104,7 +104,7 @@ class ChainedSums:
         """Index of the sum that is answered next; the number of sums after the end."""
 
     async def reset(self, seed: int) -> tuple[str, Info]:
-        """Show the first sum of this seed's chain."""
+        """Show the first sum of this seed's chain, and draw the delays of a new instance of the seed."""
         self._chain = self._draw(random.Random(seed), is_held_out(seed))
         self._waits = self._draw_waits(random.Random(f"{seed} {next(_instances(seed))}"))
         self._turn = 0
@@ -113,8 +113,11 @@ class ChainedSums:
     async def step(self, action: str) -> StepResult:
         """Compare the answer, without surrounding white space, with the right result, and show the next sum.
 
-        Waits for the delay of this step first, or forever if this is the step that never returns. Returns (observation,
-        reward, terminated, truncated, info).
+        Waits for the delay of this step first, or forever if this is the step that never returns; the caller's
+        deadline then cancels it. Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before, or the episode has ended.
         """
         if self._turn >= len(self._chain):
             raise EnvError("step() was called before reset() or after the end")
@@ -142,7 +145,10 @@ class ChainedSums:
         return "0123456789=+"
 
     def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
-        """Draw a training or a held-out chain. A second operand whose sum belongs to the other side is drawn again."""
+        """Draw a training or a held-out chain. A second operand whose sum belongs to the other side is drawn again.
+
+        This ends, because with `MIN_DIGITS` digits or more every first operand has sums of both sides.
+        """
         digits = self._options.digits
         low, high = 10 ** (digits - 1), 10**digits
         left = rng.randrange(low, high)
@@ -158,7 +164,7 @@ class ChainedSums:
     def _draw_waits(self, rng: random.Random) -> _Waits:
         """Draw the delays of one instance.
 
-        All numbers are drawn in each case, so that options do not shift later draws.
+        The first three numbers are drawn in each case, so that one option does not change the draws of the others.
         """
         options = self._options
         slow = rng.random() < options.fail_slow
@@ -170,14 +176,15 @@ class ChainedSums:
 
 
 def _lognormal(rng: random.Random, mean: float, std: float) -> float:
-    """Draw a log-normal number with this mean and standard deviation."""
+    """Draw a log-normal number with this mean and standard deviation, in seconds. `mean` is above 0 if `std` is."""
     if std == 0:
         return mean
+    # `lognormvariate` takes the mean and the deviation of the logarithm.
     variance = math.log1p((std / mean) ** 2)
     return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
 
 
 @functools.lru_cache(maxsize=REMEMBERED_SEEDS)
 def _instances(seed: int) -> Iterator[int]:
-    """Return the counter of a seed's instances in this process."""
+    """Return the counter of a seed's earlier instances in this process. `next` gives 0 for the first instance."""
     return itertools.count()

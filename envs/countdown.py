@@ -135,7 +135,10 @@ class Countdown:
         return text if self._options.template == "plain" else [Message("user", text)], {}
 
     async def step(self, action: str) -> StepResult:
-        """Judge the expression; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
+        """Judge the expression; the episode ends. Returns (observation, reward, terminated, truncated, info).
+
+        Raises EnvError if `reset` was not called before.
+        """
         if self._problem is None:
             raise EnvError("step() was called before reset()")
         wrong = what_is_wrong(action, self._problem.numbers, self._problem.target)
@@ -167,7 +170,7 @@ class Countdown:
 
 
 def _chat_text(numbers: tuple[int, ...], target: int) -> str:
-    """Return the text of a problem for a chat."""
+    """Return the text of a problem for a chat: the option `template` is `chat`."""
     return (
         f"Reach {target} with the numbers {', '.join(map(str, numbers))}: use each at most once, with + - * / and "
         "parentheses. Think as long as you like; then write the expression alone on the last line.\n"
@@ -218,7 +221,7 @@ def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions)
 
 
 def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
-    """Apply an operator; None for a division by 0."""
+    """Apply an operator, a key of `LEVELS`, to two numbers. Returns None for a division by 0."""
     if sign == "/":
         return left / right if right else None
     return left + right if sign == "+" else left - right if sign == "-" else left * right
@@ -228,7 +231,10 @@ def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 
 def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
-    """Return the reason why an answer does not reach the target; empty if it does."""
+    """Return the reason why an answer does not reach the target; empty if it does.
+
+    The expression may be followed by `=` and the target.
+    """
     said = _last_line(answer)
     expression, equals, result = said.partition("=")
     if equals and result.strip() != str(target):
@@ -244,7 +250,7 @@ def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
 
 
 def _last_line(answer: str) -> str:
-    """Return the last line of an answer, or of its last answer tags, with usual operators.
+    """Return the last line of an answer, or of its last `<answer>…</answer>`, with the operators of `LEVELS`.
 
     One character more than `MOST_CHARACTERS` is kept, so that the parser refuses a longer line.
     """
@@ -280,7 +286,10 @@ class _Parser:
         return value, self._used
 
     def _joined(self, level: int) -> Fraction:
-        """Parse operands and operators of one level: 1 for sums, 2 for products."""
+        """Parse operands joined by operators of one level (1 for sums, 2 for products), and return their value.
+
+        Raises ValueError if the text is not an expression, or divides by 0.
+        """
         value = self._joined(2) if level == 1 else self._atom()
         while self._tokens and LEVELS.get(self._tokens[-1]) == level:
             sign = self._tokens.pop()
@@ -291,7 +300,7 @@ class _Parser:
         return value
 
     def _atom(self) -> Fraction:
-        """Parse a number, or a sum in parentheses."""
+        """Parse a number, or a sum in parentheses, and return its value. Raises ValueError at anything else."""
         token = self._tokens.pop() if self._tokens else "the end"
         if token == "(":
             value = self._joined(1)

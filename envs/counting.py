@@ -109,6 +109,7 @@ class Counting(OneTurn):
     def _length(self, rng: random.Random) -> int:
         """Draw the length of an answer, in letters, from a log-normal distribution that is cut at 1 and `longest`."""
         options = self._options
+        # The exponent is bounded before `exp`, which would overflow for a large spread.
         drawn = options.median * math.exp(min(options.spread * rng.gauss(0, 1), math.log(MAX_LONGEST)))
         return max(1, min(options.longest, round(drawn)))
 
@@ -124,6 +125,6 @@ class Counting(OneTurn):
 
 @functools.cache
 def _signs(count: int) -> str:
-    """Return the first `count` letters of Unicode, from `A` on."""
+    """Return the first `count` letters of Unicode, from `A` on: `A` to `Z`, `a` to `z`, and then other alphabets."""
     letters = (chr(code) for code in range(ord("A"), 0x10000) if chr(code).isalpha())
     return "".join(next(letters) for _ in range(count))

@@ -10,9 +10,10 @@ of the letters `UDLR`, or up, down, left or right. Any other answer uses up a mo
 goal earns 1. A game is lost, and earns 0, when the player falls into a hole or has used all moves.
 
 The lake, the start and the goal are drawn from the seed, and each lake has a path to the goal. Ice may be slippery: a
-move then sometimes goes to one of its two sides. Slips follow from the seed and the number of the move. So the members
-of a group slip at the same moves, and an evaluation is repeatable. Lakes are divided into training and held-out ones by
-the ground, which does not change during a game: training never shows a map of a held-out game.
+move then sometimes goes to one of its two sides. Slips follow from the seed and the number of the move. So all samples
+of one problem slip at the same moves, and an evaluation is repeatable. Lakes are divided into training and held-out
+ones (for evaluation only) by the ground, the map without the player. The ground does not change during a game, so
+training never shows a map of a held-out game.
 """
 
 from __future__ import annotations
@@ -139,12 +140,15 @@ class Lake(msgspec.Struct, frozen=True):
         return self._drawn(self.player)
 
     def moved(self, move: str) -> Lake:
-        """Return the lake after a move. A move off the lake leaves the player in place."""
+        """Return the lake after exactly this move, a key of `MOVES`. A move off the lake leaves the player in place."""
         player = neighbours(self.player, self.size).get(move, self.player)
         return msgspec.structs.replace(self, player=player)
 
     def best(self) -> str:
-        """Return the move with the highest value: the safest one, and of equally safe moves the faster one."""
+        """Return the move with the highest value: the safest one, and of equally safe moves the faster one.
+
+        Of equal moves, the first in the order of `MOVES` is returned.
+        """
         worth = _worth(self.size, self.holes, self.goal, self.slip)
         # Rounded, so that a difference in the last digits does not decide between equal moves.
         return max(MOVES, key=lambda move: round(_outcome(worth, self.player, move, self.size, self.slip), 9))
@@ -203,6 +207,9 @@ class FrozenLake:
         """Make the move that the answer names, or a slip to its side.
 
         Ends the game if it is won, lost or out of moves. Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before, or the game has ended.
         """
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
@@ -236,7 +243,7 @@ class FrozenLake:
         return "".join(dict.fromkeys(f"{SIGNS}\n{''.join(MOVES)}{told}"))
 
     def _draw(self, rng: random.Random, held_out: bool, most: int = MOST_DRAWS) -> Lake:
-        """Draw a training or a held-out lake that fits the options. Raises ConfigError if `most` lakes do not fit."""
+        """Draw a training or a held-out lake that fits the options. Raises ConfigError if none of `most` lakes fits."""
         options = self._options
         cells = options.size**2
         for _ in range(most):
@@ -306,6 +313,9 @@ class FrozenLakeReplay(FrozenLake):
         """Make all moves of the answer, and judge the result. An answer with other characters makes no move.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before, or the game has ended.
         """
         if self._lake is None:
             raise EnvError("step() was called before reset() or after the end")
@@ -335,7 +345,10 @@ def neighbours(cell: int, size: int) -> dict[str, int]:
 
 
 def _outcome(worth: dict[int, float], cell: int, move: str, size: int, slip: float) -> float:
-    """Return the expected value of a move, with slips. `worth` has the value of each cell; other cells have 0."""
+    """Return the expected value of a move from `cell`, with slips.
+
+    `worth` has the value of each cell with a path to the goal; other cells have 0. A move off the map stays in place.
+    """
     there = neighbours(cell, size)
     sides = sum(worth.get(there.get(side, cell), 0.0) for side in SIDES[move])
     return (1 - slip) * worth.get(there.get(move, cell), 0.0) + slip / 2 * sides
@@ -357,8 +370,8 @@ def _worth(size: int, holes: frozenset[int], goal: int, slip: float) -> dict[int
                 worth[near] = DISCOUNT * worth[cell]
                 queue.append(near)
     # Without slips the distances are exact already, and the loop is left out.
-    change = float(slip > 0)
-    while change > 1e-6:
+    change = float(slip > 0)  # largest change of a value in one pass over the cells
+    while change > 1e-6:  # smaller changes do not reorder moves that are worth telling apart
         change = 0.0
         for cell in worth.keys() - {goal}:
             now = DISCOUNT * max(_outcome(worth, cell, move, size, slip) for move in MOVES)

@@ -35,7 +35,7 @@ class OneTurn(ABC):
 
     @abstractmethod
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
-        """Draw a training or a held-out problem."""
+        """Draw a training or a held-out problem with its right answer. The result depends on `rng` alone."""
 
     @abstractmethod
     def _reward(self, answer: str, solution: str) -> float:
@@ -54,7 +54,7 @@ class OneTurn(ABC):
     async def step(self, action: str) -> StepResult:
         """Compare the answer with the right one; the episode ends.
 
-        Returns (observation, reward, terminated, truncated, info).
+        Returns (observation, reward, terminated, truncated, info). Raises EnvError if `reset` was not called before.
         """
         if self._solution is None:
             raise EnvError("step() was called before reset()")

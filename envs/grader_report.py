@@ -138,15 +138,21 @@ def certify(
 
     Args:
         family: name of the family.
-        settings: settings of the family.
+        settings: settings of the family, which replace the defaults.
         make: function that makes the problems; None: the package's own.
         grade_s: seconds that one grade may take.
+
+    Raises:
+        ImportError: the package cannot be imported.
     """
     return GraderReport(family, _faults(make or library().create_dataset, family, settings, grade_s))
 
 
 def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], grade_s: float) -> list[str]:
-    """Return the faults of a family's grader as parts of a sentence, each with the answers; empty if there are none."""
+    """Return the faults of a family's grader as parts of a sentence, each with the names of the answers that show it.
+
+    The list is empty if there are none. A family that makes no problems, or other ones each time, is not graded.
+    """
     try:
         problems, again = (_problems(make, family, settings) for _ in range(2))
     except Exception as error:  # boundary to foreign code
@@ -170,8 +176,9 @@ def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], gra
 
 
 def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
-    """Return `PROBLEMS` different problems of a family, each with the data set that grades it."""
-    # The package draws problem `n` of a data set with the seed `seed + n`, so these data sets have no seed in common.
+    """Return `PROBLEMS` different problems of a family: pairs of the data set that grades it, and the entry."""
+    # The package draws problem `n` of a data set with the seed `seed + n`. Each data set has 64 problems, as those of
+    # `envs.reasoning_gym`, so these data sets have no seed in common.
     made = [make(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
     return [(grader, grader[number]) for number, grader in enumerate(made)]
 
@@ -211,7 +218,13 @@ def same(bad: str, answer: object) -> bool:
 
 
 async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
-    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal."""
+    """Certify a family's grader in a worker process. A worker that dies or takes too long gives a refusal.
+
+    `settings` are the settings of the family that replace the defaults.
+
+    Raises:
+        EnvError: the certification raised an error, for example because the package cannot be imported.
+    """
     try:
         return await in_worker(CERTIFY_S, certify, family, settings)
     except TimeoutError:
@@ -227,6 +240,7 @@ async def main(arguments: list[str]) -> None:
 
     Raises:
         ConfigError: an argument is no family, or `--write` was given together with names.
+        EnvError: the package cannot be imported.
     """
     known = await in_worker(CERTIFY_S, families)  # in a worker, because the import takes seconds
     writes = "--write" in arguments

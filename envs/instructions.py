@@ -132,7 +132,7 @@ def _exclaim(rng: random.Random, needed: str) -> Rule:
 
 
 def _quoted(rng: random.Random, needed: str) -> Rule:
-    """Return the rule of quotation marks around the sentence."""
+    """Return the rule of quotation marks around the sentence, and nowhere else."""
     text = "Put it in double quotation marks."
     return Rule(text, lambda answer: re.fullmatch(r'["“][^"“”]+["”]', answer) is not None)
 
@@ -192,7 +192,7 @@ class InstructionProblem(NamedTuple):
     """Rules that the sentence must follow."""
 
     def asked(self) -> str:
-        """Return the prompt."""
+        """Return the prompt: the topic, then the texts of the rules in their order."""
         article = "an" if self.topic[0] in "aeiou" else "a"
         return " ".join([f"Write one sentence about {article} {self.topic}.", *(rule.text for rule in self.rules)])
 
@@ -216,7 +216,10 @@ def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> 
 
 
 def _kinds(rng: random.Random, options: InstructionOptions) -> list[str]:
-    """Draw the names of rules that can be kept together, in the order of `KINDS`."""
+    """Draw the names of rules that can be kept together, in the order of `KINDS`.
+
+    A rule that conflicts with an earlier drawn one is left out, so there may be fewer names than were drawn.
+    """
     chosen: list[str] = []
     for kind in rng.sample(options.kinds, rng.randint(1, min(options.rules, len(options.kinds)))):
         if not any(kind in group and group & {*chosen} for group in CONFLICTS):
@@ -226,7 +229,7 @@ def _kinds(rng: random.Random, options: InstructionOptions) -> list[str]:
 
 @functools.cache
 def _topics(*, held_out: bool) -> list[str]:
-    """Return the training topics or the held-out topics."""
+    """Return the training topics, or with `held_out` the topics of evaluations."""
     return [topic for topic in TOPICS if in_held_out_part(topic) == held_out]
 
 
@@ -246,7 +249,7 @@ class Instructions:
     async def step(self, action: str) -> StepResult:
         """Check the answer without its reasoning; the episode ends.
 
-        Returns (observation, reward, terminated, truncated, info).
+        Returns (observation, reward, terminated, truncated, info). Raises EnvError if `reset` was not called before.
         """
         if self._problem is None:
             raise EnvError("step() was called before reset()")

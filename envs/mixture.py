@@ -145,7 +145,10 @@ class Mixture:
 
     @classmethod
     async def prepare(cls, options: MixtureOptions) -> None:
-        """Prepare each environment that has a method `prepare`. Each node calls this once, before its engines start."""
+        """Prepare each environment that has a method `prepare`. Each node calls this once, before its engines start.
+
+        Raises the errors of these methods.
+        """
         for maker in options.makers.values():
             await nested.prepare(maker.env, maker.kwargs)
 
@@ -174,7 +177,7 @@ class Mixture:
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Create the environment of this seed's kind, and reset it."""
+        """Create the environment of this seed's kind, and return the result of its `reset`. Raises its errors."""
         name = self.kind_of(seed, self._options)
         self._scale = 1.0 if is_held_out(seed) else self._options.parsed[name].reward_scale
         self._env = wrap(self._options.makers[name]())
@@ -186,6 +189,10 @@ class Mixture:
         """Pass the answer to the environment, and scale its reward if the problem is a training problem.
 
         Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before.
+            Exception: any error that the environment raises.
         """
         if self._env is None:
             raise EnvError("step() was called before reset()")

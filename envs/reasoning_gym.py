@@ -143,7 +143,11 @@ class ReasoningGym:
         return names[seed % len(names)]
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Return the question of this seed's problem."""
+        """Return the question of this seed's problem, which a worker process makes, and the family in the info.
+
+        Raises:
+            EnvError: the question was not made in time, the worker died, or making it raised an error.
+        """
         family = self.kind_of(seed, self._options)
         key = _ProblemKey(family, self._options.settings.get(family, {}), seed)
         try:
@@ -157,7 +161,12 @@ class ReasoningGym:
         return text if self._options.template == "plain" else [Message("user", text)], {"family": family}
 
     async def step(self, action: str) -> StepResult:
-        """Grade the answer; the episode ends. Returns (observation, reward, terminated, truncated, info)."""
+        """Grade the answer; the episode ends. Returns (observation, reward, terminated, truncated, info).
+
+        Raises:
+            EnvError: `reset` was not called before.
+            RewardError: the grader raised an error, did not end in time, or its worker died.
+        """
         if not self._key:
             raise EnvError("step() was called before reset()")
         reward = await verify(f"{__name__}:grade", final_answer(action), self._key.decode(), self._options.timeout)
@@ -167,7 +176,10 @@ class ReasoningGym:
         """Do nothing: the worker processes belong to the node's process."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """Return `count` training problems with the answers that the package gives, to teach a small model."""
+        """Return `count` training problems with the answers that the package gives, to teach a small model.
+
+        Makes the problems in this process, and blocks meanwhile. Raises EnvError if a family has too few problems.
+        """
         entries = [self._training(seed * count + index) for index in range(count)]
         return [
             SolvedExample(self._text(entry["question"]), _tagged(entry["answer"], self._options)) for entry in entries
@@ -182,12 +194,15 @@ class ReasoningGym:
         return "".join(dict.fromkeys(string.printable[:95] + "\n" + "".join(shown)))
 
     def _training(self, seed: int) -> dict[str, Any]:
-        """Return the package's entry for the training problem of a seed, made in this process."""
+        """Return the package's entry (`question`, `answer`) for a training problem, made in this process.
+
+        `seed` may be any number from 0: it is cut so that it never belongs to a held-out problem.
+        """
         family = self.kind_of(seed, self._options)
         return _entry(_ProblemKey(family, self._options.settings.get(family, {}), seed % HELD_OUT))
 
     def _text(self, question: str) -> str:
-        """Return the text of a prompt."""
+        """Return the text of a prompt: the question, and in a chat the form of the answer."""
         return question + (INSTRUCTION if self._options.template == "chat" else "\n")
 
 
@@ -215,24 +230,28 @@ def grade(completion: str, key: str) -> float:
     """
     problem = msgspec.json.decode(key, type=_ProblemKey)
     entry = _entry(problem)
+    # Any data set of the family grades any problem of it. The one from seed 0 stays in the cache.
     return float(
         _dataset(problem.family, msgspec.json.encode(problem.settings), 0).score_answer(completion, entry) >= 1
     )
 
 
 def _question(key: _ProblemKey) -> str:
-    """Return the question of a problem. Runs in a worker process."""
+    """Return the question of a problem. Runs in a worker process. Raises EnvError if `_entry` finds no problem."""
     return str(_entry(key)["question"])
 
 
 def _entry(key: _ProblemKey) -> dict[str, Any]:
-    """Return the problem: the first of the seed's window that is on the seed's side of the division.
+    """Return the package's entry (`question`, `answer`, `metadata`) for a problem.
+
+    It is the first of the seed's `WINDOW` problems that is on the seed's side, training or held-out.
 
     Raises:
         EnvError: all problems of the window are on the other side.
     """
     held_out = is_held_out(key.seed)
-    # Seeds of the package: each seed of an episode has `WINDOW` of them, held-out ones from `HELD_OUT` on.
+    # Seeds of the package: each seed of an episode has `WINDOW` of them, held-out ones from `HELD_OUT` on. The modulo
+    # takes `HELD_OUT` out of held-out seeds, and keeps the seeds of very late training problems below it.
     first = (HELD_OUT if held_out else 0) + key.seed * WINDOW % HELD_OUT
     problems = _dataset(key.family, msgspec.json.encode(key.settings), first)
     for index in range(WINDOW):
