@@ -59,7 +59,8 @@ def change(base: Config | Mapping[str, Any], **tables: Mapping[str, Any]) -> Con
 def ours(config: Config, **rollout: object) -> SimReport:
     """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`.
 
-    The largest age of a trained token is ⌈α⌉, because ROLL Flash drops what is older.
+    The largest age of a trained token is ⌈α⌉, because ROLL Flash drops what is older. It is left unset (None) at α = 0,
+    where no token is old.
     """
     oldest = ages.window(config.train.async_ratio)
     return simulate(change(config, rollout=rollout, train={"max_token_age": oldest or None}))
@@ -408,7 +409,8 @@ def agentic(name: str, quick: bool) -> list[Row]:
 def _turns(config: Config) -> Config:
     """Configure phases that take turns on all GPUs, for code that gives each phase GPUs of its own.
 
-    The engines get all GPUs, and the trainer is as fast as all of them. At an async ratio of 0 phases never overlap.
+    The engines get all GPUs. The trainer has one GPU more, which is as fast as all of them. At an async ratio of 0
+    phases never overlap.
     """
     simulate = config.simulate
     assert simulate is not None

@@ -150,7 +150,7 @@ MUTATIONS = (
 
 
 def measure(args: Args) -> list[Row]:
-    """Try each mutation."""
+    """Try each mutation, print the result, and return a row for each. `benchmarks.form.main` calls this."""
     seeds = QUICK_SEEDS if args.quick else SEEDS
     rows: list[Row] = []
     for mutation in MUTATIONS:
@@ -169,7 +169,7 @@ def seeds_until_found(mutation: Mutation, begin: int, most: int) -> int:
         mutate(copy / "flash" / mutation.file, mutation)
         first = begin
         while (seed := first_failing(copy, first, begin + most - first)) >= 0:
-            if first_failing(ROOT, seed, 1) < 0:
+            if first_failing(ROOT, seed, 1) < 0:  # the code without the mutation passes, so the mutation is the cause
                 return seed + 1 - begin
             first = seed + 1
         return 0
@@ -183,7 +183,7 @@ def mutate(file: Path, mutation: Mutation) -> None:
 
 
 def first_failing(root: Path, first: int, count: int) -> int:
-    """Return the first of `count` seeds that fails in the code of a folder; -1 if none does."""
+    """Return the first of `count` seeds from `first` on that breaks a law in the code of `root`; -1 if none does."""
     command = [sys.executable, "-c", PLAY.format(first, count)]
     variables = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, check=True)

@@ -41,11 +41,14 @@ from flash.config.simulate import Lognormal, SimulateConfig
 from flash.config.tree import Config
 
 TRIES = 4
-"""Simulations of a fit."""
+"""Most calls of the function in `solve`. More would take long, and a prediction is off by far more than the fit."""
 
 
 def solve(function: Callable[[float], float], target: float, first: float, second: float) -> float:
-    """Return an argument at which a function is about `target`, by the secant method from two first guesses."""
+    """Return an argument at which a function is about `target`, by the secant method from two first guesses.
+
+    Convergence is not checked. The fitted constants are positive, so no try is less than a quarter of the last one.
+    """
     before, value = function(first), function(second)
     for _ in range(TRIES - 2):
         if value == before:
@@ -56,7 +59,7 @@ def solve(function: Callable[[float], float], target: float, first: float, secon
 
 
 def prediction(case: str, metric: str, unit: str, predicted: float, published: float) -> list[Row]:
-    """Return the row of a prediction, and the row of its error."""
+    """Return the row of a prediction beside the published figure, both in `unit`, and the row of its error in %."""
     error = 100 * (predicted / published - 1)
     return [Row(case, metric, unit, predicted, published), Row(case, f"{metric}_error", "%", error)]
 
@@ -68,11 +71,9 @@ def decoding(scale: float) -> dict[str, float]:
 
 
 def lognormal(mean: float, deviation: float, high: float) -> dict[str, Any]:
-    """Return a distribution of lengths."""
+    """Return a lognormal distribution of lengths from 1 to `high` tokens, as `simulate.response_tokens` takes it."""
     return {"kind": "lognormal", "mean": mean, "deviation": deviation, "low": 1, "high": high}
 
-
-# -- staleness -------------------------------------------------------------------------------------------------------
 
 AGES = (
     *((120, 240, 2, 0.63, 1.42, 1.26), (240, 120, 2, 0.92, 1.43, 3.59), (128, 128, 2, 1.07, 1.44, 3.09)),
@@ -104,6 +105,7 @@ def simulated_age(
     `lengths` is the distribution of lengths, with a mean of `LENGTH`. The other arguments are those of `AGES`, the size
     of a group, the number of steps, and `stagger_s` of `queue_drop`.
     """
+    # The engine samples a batch in batch · LENGTH / places seconds, and the trainer takes `rho` times as long.
     config = workload(
         "published",
         run={"steps": steps},
@@ -119,10 +121,11 @@ def simulated_age(
 
 def tailed(tailness: float, size: int) -> dict[str, Any]:
     """Return lognormal lengths whose longest of `size` has `tailness` times their mean."""
+    # Of `size` uniform numbers the largest one is below u with the probability u ** size; `grid` has its quantiles.
     grid = [((i + 0.5) / 4000) ** (1 / size) for i in range(4000)]
 
     def longest(deviation: float) -> float:
-        """Return the mean of the longest over the mean of all."""
+        """Return the mean of the longest over the mean of all. `deviation` is that of a length, in tokens."""
         return fmean(Lognormal(mean=LENGTH, deviation=deviation).draw(u) for u in grid) / LENGTH
 
     return lognormal(LENGTH, solve(longest, tailness, 0.3 * LENGTH, 0.4 * LENGTH), 100 * LENGTH)
@@ -141,8 +144,6 @@ def staleness(args: Args) -> list[Row]:
     return [*rows, Row("staleness, first run, if groups have 16", "mean_age", "versions", age, AGES[0][5])]
 
 
-# -- verl ------------------------------------------------------------------------------------------------------------
-
 VERL_SYNC = {128: (356.30, 177.85, 113.81), 64: (365.28, 150.72, 133.41), 32: (790.10, 357.41, 269.80)}
 """Published seconds of a synchronous step, of its generation and of its update, by the number of GPUs."""
 VERL_ASYNC = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
@@ -158,6 +159,7 @@ PART = 16
 def verl_step_s(gpus: int, threshold: float, ratio: float, mean: float = VERL_MEAN) -> float:
     """Return the simulated seconds of an asynchronous step on half the GPUs for each side.
 
+    `gpus` is a key of VERL_SYNC, `threshold` that of VerlRules, and `mean` the mean and deviation of the lengths.
     `ratio`: seconds of all updates of a step on half the GPUs over those of the synchronous update on all of them.
     """
     _, generation_s, update_s = VERL_SYNC[gpus]
@@ -169,6 +171,7 @@ def verl_step_s(gpus: int, threshold: float, ratio: float, mean: float = VERL_ME
         simulate={"gpus": gpus // PART, "rollout_gpus": gpus // PART, "train_token_s": 0}
         | {"response_tokens": lognormal(mean, mean, 28672)},
     )
+    # The engines are as fast as the published synchronous generation. An asynchronous step trains four batches.
     scale = generation_s / Synchronous.simulate(config, BaselineRules(env_async=True, replicate=True)).step_s
     config = change(
         config,
@@ -177,6 +180,7 @@ def verl_step_s(gpus: int, threshold: float, ratio: float, mean: float = VERL_ME
         simulate={"rollout_gpus": gpus // PART // 2, "train_step_s": ratio * update_s / 4} | decoding(scale),
     )
     ends = VerlAsync.simulate(config, VerlRules(threshold=threshold)).ends
+    # The first step (four batches) waits for the first samples, and is left out.
     return (ends[-1] - ends[3]) / (steps - 1)
 
 
@@ -198,8 +202,6 @@ def verl(args: Args) -> list[Row]:
     return rows
 
 
-# -- NeMo-RL ---------------------------------------------------------------------------------------------------------
-
 NEMO = {
     "DeepSeek-V3, 512 H100": (512, 32, 512, 32, 701, 1536, 134 / 111, 111, 64.1),
     "235B, 256 H100": (256, 16, 512, 32, 5713, 8192, 395 / 312, 312, 231),
@@ -213,7 +215,10 @@ on half the GPUs are not published; they are assumed to take twice as long."""
 
 
 def nemo_speedup(run: tuple[int, int, int, int, int, int, float, float, float], share: float) -> float:
-    """Return the simulated speed-up of one step off policy. `share`: training, as a share of a step on policy."""
+    """Return the simulated speed-up of training one step off policy. `run` is a value of NEMO.
+
+    `share`: training, as a share of a step on policy; generation, the rest, gives the speed of the engines.
+    """
     gpus, engine, batch, group, mean, most, slower, sync_s, _ = run
     lengths = {"kind": "normal", "mean": mean, "deviation": 0.4 * mean, "low": 1, "high": most}
     config = workload(
@@ -245,8 +250,6 @@ def nemo(args: Args) -> list[Row]:
     return [*rows, Row(name, "speedup", "x", nemo_speedup(last, 0.68), last[7] / last[8])]
 
 
-# -- AReaL -----------------------------------------------------------------------------------------------------------
-
 AREAL = {1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4, 1000: 396.8}
 """Published thousands of tokens a second by η; 1000 stands for ∞. The constant is fitted on η = 4."""
 AREAL_SYNC = 128.7
@@ -256,7 +259,10 @@ AREAL_MEAN = 8000.0
 
 
 def areal_config(gpus: int, batch: int, token_s: float, mean: float = AREAL_MEAN) -> Config:
-    """Return the configuration of a run with three quarters of the GPUs for engines, as published."""
+    """Return the configuration of a run with three quarters of the GPUs for engines, as published.
+
+    `batch` is in samples, `token_s` the trainer's seconds per token on one GPU, and `mean` the mean length in tokens.
+    """
     return workload(
         "published",
         run={"steps": 6},
@@ -268,7 +274,7 @@ def areal_config(gpus: int, batch: int, token_s: float, mean: float = AREAL_MEAN
 
 
 def areal_gain(config: Config, eta: int) -> float:
-    """Return the throughput at η over that at η = 0."""
+    """Return the throughput at η over that at η = 0. Each engine has 256 samples at once, as in `areal_config`."""
     places = 256 * (config.simulate or SimulateConfig()).rollout_gpus // config.rollout.group_size
     rules = ArealRules(eta=eta, max_concurrent=places)
     return Areal.simulate(config, ArealRules(eta=0)).step_s / Areal.simulate(config, rules).step_s
@@ -297,8 +303,6 @@ def areal_table(args: Args) -> list[Row]:
     return rows
 
 
-# -- RollArt ---------------------------------------------------------------------------------------------------------
-
 ROLLART = {10: 2.27, 1: 1.23}
 """Published speed-ups over lock-step by σ of the environment, in seconds. The constant is fitted on the first one."""
 
@@ -320,6 +324,7 @@ def rollart(args: Args) -> list[Row]:
     rows: list[Row] = []
     for turns in (20,) if args.quick else (20, 40):
         locked_s, own_s = rollart_times(10, turns)
+        # The seconds with which the speed-up at σ = 10 is the published one.
         other_s = (locked_s - ROLLART[10] * own_s) / (ROLLART[10] - 1)
         for sigma, published in ROLLART.items():
             locked_s, own_s = rollart_times(sigma, turns)
@@ -331,8 +336,6 @@ def rollart(args: Args) -> list[Row]:
                 rows.append(Row(f"{case}, if episodes have 40 turns", "speedup", "x", speedup, published))
     return rows
 
-
-# -- Laminar ---------------------------------------------------------------------------------------------------------
 
 REPACKED, OVER_AREAL = 1.26, 1.39
 """Published gain of repacking, on which the constant is fitted, and mean speed-up over AReaL."""
@@ -381,8 +384,6 @@ def laminar_table(args: Args) -> list[Row]:
     return rows
 
 
-# -- marin -----------------------------------------------------------------------------------------------------------
-
 MARIN = {2048: (914.4 / 25, 0.014), 4096: (1202.4 / 25, 0.329)}
 """Published seconds of a step and share of stale tokens with 32 groups of 4 and a largest age of 1, by the limit of the
 lengths. The constant is fitted on the first seconds."""
@@ -399,6 +400,8 @@ def marin_config(scale: float, limit: int, groups: int, swap_s: float) -> Config
     """Return the configuration of 32 trainers and one engine of eight GPUs.
 
     The lengths are the lognormal ones of which 14.6 % exceed 2,048 tokens and 3.6 % exceed 4,096, as published.
+    `scale` multiplies the engine's default times, `limit` is the largest length in tokens, `groups` the groups of a
+    batch, and `swap_s` the seconds of a transfer of weights.
     """
     return workload(
         "published",
@@ -413,7 +416,7 @@ def marin_config(scale: float, limit: int, groups: int, swap_s: float) -> Config
 
 
 def marin_pilot(scale: float, limit: int, workers: int = 64) -> PeerReport:
-    """Simulate a run with 32 groups of 4. Assumption: as many workers as the largest age allows."""
+    """Simulate a run with 32 groups of 4. Assumption: 64 workers, which are as many as the largest age allows."""
     return Discard.simulate(marin_config(scale, limit, 32, SYNC_S), DiscardRules(workers=workers, buffer=32, max_age=1))
 
 

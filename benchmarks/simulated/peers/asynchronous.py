@@ -18,8 +18,6 @@ from benchmarks.simulated.peers.world import Finished, Peer, PeerReport, World
 from flash.config.tree import Config
 from flash.types import Canary, Published, Task
 
-# -- AReaL -----------------------------------------------------------------------------------------------------------
-
 
 class ArealRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of AReaL."""
@@ -35,8 +33,9 @@ class ArealRules(msgspec.Struct, frozen=True, kw_only=True):
 def capacity(rules: ArealRules, version: int, batch: int, accepted: int, running: int) -> int:
     """Return the number of prompt groups that may be started now.
 
-    `accepted` groups are in batches or wait for one; `running` groups are being generated. The first bound limits the
-    staleness: version v may use (η + v + 1)·B groups in all, where B is the number of groups in a batch.
+    `accepted` groups are in batches or wait for one; `running` groups are being generated; `batch` is B, the number of
+    groups in a batch. The first bound limits the staleness: version v may use (η + v + 1)·B groups in all. The result
+    is 0 or negative if no group may be started.
     """
     by_staleness = int((rules.eta + version + 1) * batch) - (accepted + running)
     return by_staleness if rules.max_concurrent is None else min(rules.max_concurrent - running, by_staleness)
@@ -62,6 +61,7 @@ class Areal(Peer[ArealRules]):
         """Accepted groups that no batch has taken yet, by the group's number."""
 
     async def run(self) -> PeerReport:
+        """Train every step while the groups run beside it, and report the run. `_group` adds results meanwhile."""
         world, wanted = self._world, self._world.groups_per_batch
         await world.publish()
         async with anyio.create_task_group() as groups:
@@ -84,7 +84,10 @@ class Areal(Peer[ArealRules]):
             self._groups.start_soon(self._group, world.next_group())
 
     async def _group(self, tasks: list[Task]) -> None:
-        """Play all samples of a group, and keep the group as a result unless dynamic filtering drops it."""
+        """Play all samples of a group, and keep the group as a result unless dynamic filtering drops it.
+
+        Either way its end may let other groups start.
+        """
         group = await self._world.play_group(tasks)
         self._running -= 1
         if not self._world.is_filtered_out(group):
@@ -92,9 +95,6 @@ class Areal(Peer[ArealRules]):
             self._results[tasks[0].group_id] = group
             self._change()
         self._admit()
-
-
-# -- SkyRL as marin runs it ------------------------------------------------------------------------------------------
 
 
 class DiscardRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +125,7 @@ class Discard(Peer[DiscardRules]):
         """Number of groups that went into the buffer and were not discarded, in the whole run."""
 
     async def run(self) -> PeerReport:
+        """Train every step on groups of the buffer, which the workers fill beside it, and report the run."""
         world, rules = self._world, self._rules
         seen: list[tuple[bool, int]] = []  # for each group that the trainer has taken: True if stale, and its tokens
         await world.publish()
@@ -139,7 +140,7 @@ class Discard(Peer[DiscardRules]):
                     stale = world.version - min(sample.oldest_version for sample in group) > rules.max_age
                     seen.append((stale, sum(sample.tokens for sample in group)))
                     if stale:
-                        self._accepted -= 1
+                        self._accepted -= 1  # another group may be generated in its place
                         self._change()
                     else:
                         batch.append(group)
@@ -154,7 +155,10 @@ class Discard(Peer[DiscardRules]):
         )
 
     async def _worker(self, send: MemoryObjectSendStream[list[Finished]]) -> None:
-        """Generate one group after the other until cancelled, and put each one into the buffer."""
+        """Generate one group after the other until cancelled, and put each one into the buffer.
+
+        While the buffer is full, the group still counts as running. Its place in `capacity` is the same either way.
+        """
         world, bounds = self._world, ArealRules(eta=self._rules.max_age)
         while True:
             while capacity(bounds, world.version, world.groups_per_batch, self._accepted, self._running) <= 0:
@@ -165,8 +169,6 @@ class Discard(Peer[DiscardRules]):
             self._running -= 1
             self._accepted += 1
 
-
-# -- Laminar ---------------------------------------------------------------------------------------------------------
 
 CHECK_S = 5.0
 """Seconds between two checks of Laminar's engines, as published."""
@@ -202,8 +204,9 @@ class Laminar(Peer[LaminarRules]):
         """Complete groups that the trainer has not taken yet, in the order of their end."""
 
     async def run(self) -> PeerReport:
+        """Train every step on complete groups, while each engine generates on its own, and report the run."""
         world = self._world
-        world.version = 0
+        world.version = 0  # not by `publish`: each engine loads a version when it begins a share
         async with self._send, self._complete, anyio.create_task_group() as tasks:
             for engine in range(len(world.engines)):
                 tasks.start_soon(self._rollout, engine)
@@ -216,7 +219,10 @@ class Laminar(Peer[LaminarRules]):
         return world.report()
 
     async def _rollout(self, number: int) -> None:
-        """Generate shares of batches on one engine, each under the newest weights, until cancelled."""
+        """Generate shares of batches on the engine `number`, each under the newest weights, until cancelled.
+
+        `_repack` may move the engine's samples elsewhere during the wait. Then its load is 0, and it begins again.
+        """
         world, engine = self._world, self._world.engines[number]
         async with anyio.create_task_group() as samples:
             while True:
@@ -232,7 +238,10 @@ class Laminar(Peer[LaminarRules]):
                     await self._changed.wait()
 
     async def _sample(self, task: Task, number: int, group: list[Finished], size: int) -> None:
-        """Generate a sample of a group of `size`, at first on the engine `number`."""
+        """Generate a sample, at first on the engine `number`, and append it to `group`, which ends with `size` samples.
+
+        The sample counts for the engine on which it ends, because `_repack` may have moved it.
+        """
         group.append(await self._world.play(task, number))
         self._load[self._engine_of.pop(task.task_id)] -= 1
         if len(group) == size:
@@ -240,7 +249,11 @@ class Laminar(Peer[LaminarRules]):
         self._change()
 
     async def _repack(self) -> None:
-        """Move samples from nearly empty engines to others of the same version, until cancelled."""
+        """Move samples from nearly empty engines to others of the same version, until cancelled.
+
+        The emptiest engine comes first. Its samples move only to an engine with as many or more, if both together have
+        at most half of an engine's share of samples.
+        """
         world, load = self._world, self._load
         half = self._share * world.config.rollout.group_size // 2
         while True:
@@ -260,9 +273,6 @@ class Laminar(Peer[LaminarRules]):
                     self._engine_of |= {task: target for task, at in self._engine_of.items() if at == source}
                     load[target], load[source] = load[target] + load[source], 0
             self._change()
-
-
-# -- verl ------------------------------------------------------------------------------------------------------------
 
 
 class VerlRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +304,7 @@ class VerlAsync(Peer[VerlRules]):
         """Complete groups that the trainer has not taken yet, in the order of their end."""
 
     async def run(self) -> PeerReport:
+        """Train every step on complete groups, which run beside it, and report the run."""
         world = self._world
         await world.publish()
         async with self._send, self._complete, anyio.create_task_group() as groups:
@@ -316,13 +327,10 @@ class VerlAsync(Peer[VerlRules]):
             groups.start_soon(self._group, self._world.next_group())
 
     async def _group(self, tasks: list[Task]) -> None:
-        """Generate a group, and hand it to the trainer."""
+        """Generate a group, and hand it to the trainer: the stream has no limit, so this never waits."""
         group = await self._world.play_group(tasks)
         self._running -= 1
         self._send.send_nowait(group)
-
-
-# -- a queue that drops its oldest groups ----------------------------------------------------------------------------
 
 
 class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,6 +360,7 @@ class QueueDrop(Peer[QueueRules]):
         """Complete groups, in the order in which they were completed."""
 
     async def run(self) -> PeerReport:
+        """Train every step on the oldest queued groups, while samples run beside it, and report the run."""
         world = self._world
         await world.publish()
         async with anyio.create_task_group() as samples:
@@ -366,7 +375,7 @@ class QueueDrop(Peer[QueueRules]):
         return world.report()
 
     async def _start(self) -> None:
-        """Start the first groups, one after the other."""
+        """Start groups, `stagger_s` apart, until all places are taken. From then on, `_sample` starts them."""
         while self._active < self._places:
             self._start_group()
             await anyio.sleep(self._rules.stagger_s)
@@ -379,7 +388,10 @@ class QueueDrop(Peer[QueueRules]):
             self._samples.start_soon(self._sample, task, group, len(tasks))
 
     async def _sample(self, task: Task, group: list[Finished], size: int) -> None:
-        """Play one sample of a group of `size`, start a new group if places are free, and queue a complete group."""
+        """Play one sample, start a new group if places are free, and queue the group if it has all `size` samples.
+
+        If the queue is then longer than its capacity, its oldest group is dropped.
+        """
         group.append(await self._world.play(task))
         self._active -= 1
         if self._active < self._places:

@@ -86,6 +86,7 @@ class RollFlash(Peer[RollRules]):
         """Engine of each next prompt, in turn, where the candidates of a prompt share an engine."""
 
     async def run(self) -> PeerReport:
+        """Train every step, while prompts run beside it (`_prompt`), and report the run."""
         world = self._world
         async with anyio.create_task_group() as prompts:
             for step in range(world.config.run.steps):
@@ -149,9 +150,6 @@ class RollFlash(Peer[RollRules]):
         self._admit()
 
 
-# -- many turns ------------------------------------------------------------------------------------------------------
-
-
 class AgenticRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ROLL Flash for many turns."""
 
@@ -207,6 +205,7 @@ class RollAgentic(Peer[AgenticRules]):
         """Current step; −1 before the first one."""
 
     async def run(self) -> PeerReport:
+        """Train every step, while the environments play beside it (`_environment`), and report the run."""
         world = self._world
         async with anyio.create_task_group() as environments:
             for step in range(world.config.run.steps):
@@ -279,9 +278,6 @@ class RollAgentic(Peer[AgenticRules]):
             await self._changed.wait()
 
 
-# -- the synchronous baseline ----------------------------------------------------------------------------------------
-
-
 class BaselineRules(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the baseline."""
 
@@ -305,8 +301,10 @@ class Synchronous(Peer[BaselineRules]):
     def __init__(self, config: Config, rules: BaselineRules) -> None:
         super().__init__(World(config, colocated=rules.colocated), rules)
         self._assignments = itertools.cycle(range(len(self._world.engines)))
+        """Engine of each next prompt, in turn, where the samples of a prompt share an engine."""
 
     async def run(self) -> PeerReport:
+        """Generate and train every step in turn, and report the run."""
         world = self._world
         await world.publish()
         for _ in range(world.config.run.steps):
@@ -330,5 +328,5 @@ class Synchronous(Peer[BaselineRules]):
         return groups
 
     async def _play(self, task: Task, assigned: int | None, phases: Phases, group: list[Finished]) -> None:
-        """Play one sample, and append it to its group."""
+        """Play one sample, and append it to its group. Its reward is not waited for: `_wave` waits for all at once."""
         group.append(await self._world.play(task, assigned, phases, wait_for_reward=False))

@@ -41,7 +41,7 @@ class PeerEngine(SimEngine):
 
         Only requests that have sampled a token are in the result. `Router.pause` calls this before it aborts them.
         """
-        now = self._done_steps + self._steps_over()
+        now = self._done_steps + self._steps_over()  # decoding steps so far, also those since the last event
         so_far: dict[int, tuple[int, int]] = {}
         for sequence in (*self._running, *self._waiting):
             if tokens := sequence.tokens(now):
@@ -125,7 +125,10 @@ class Router:
     async def _request(
         self, engine: PeerEngine, prompt: list[int], key: int, max_new_tokens: int, response: Response
     ) -> None:
-        """Send the rest of a response to an engine, and add its tokens to `response`."""
+        """Sample the rest of a response on an engine, and add its tokens to `response` when it is complete.
+
+        If this is cancelled, nothing is added: `PeerEngine.sampled` has counted the tokens so far.
+        """
         left = max_new_tokens - response.tokens
         request = ResponseRequest(prompt + [0] * response.tokens, left, key, generated=response.tokens)
         stream = engine.generate(request)
@@ -175,7 +178,7 @@ class Router:
             self._idle.set()
 
     def _full(self, engine: int) -> bool:
-        """Return True if an engine has as many requests as the limit allows."""
+        """Return True if the engine of this number has as many requests as the limit allows."""
         return self._limit is not None and self._load[engine] >= self._limit
 
     def move(self, source: int, target: int) -> None:
@@ -189,9 +192,10 @@ class Router:
     async def pause(self, *, drain: bool = False) -> None:
         """Let no new request in, abort the running ones, and wait for the queued ones, which still run to their end.
 
-        With an empty queue and partial responses kept, nothing is aborted. The swap of the weights then computes the
-        cache of running sequences again, which costs the same as sending the requests again. With `drain` nothing is
-        aborted either, but the running ones are waited for.
+        Aborted requests wait in `generate` until `resume` lets them in again. With an empty queue and partial responses
+        kept, nothing is aborted. The swap of the weights then computes the cache of running sequences again, which
+        costs the same as sending the requests again. With `drain` nothing is aborted either, but the running ones are
+        waited for.
         """
         self._open = anyio.Event()
         if not drain and not self._waiting and self._keep_partial:

@@ -1,9 +1,8 @@
 """Simulated engines, environments and trainer under the rules of other systems (*peers*), and the counts of a run.
 
 A `Peer` has the rules of one system: it decides when samples begin and which samples a batch gets. The `World` plays
-the samples and trains the batches. A run is described by the same configuration as one of
-ours, and its samples are drawn from the same workload by the same keys: a response has the same length under every
-policy.
+the samples and trains the batches. A run is described by the same configuration as one of ours, and its samples are
+drawn from the same workload by the same keys: a response has the same length under every policy.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class World:
         return self.config.groups_per_batch
 
     def next_group(self) -> list[Task]:
-        """Issue the tasks of the next prompt's group."""
+        """Return the tasks of a new group: one for each sample of the next prompt."""
         return self.tasks.issue(self.tasks.next_problem())
 
     # -- rollout -----------------------------------------------------------------------------------------------------
@@ -234,7 +233,7 @@ class World:
         self.router.resume()
 
     async def train(self, batch: Sequence[Sequence[Finished]]) -> None:
-        """Train one step on the groups of a batch."""
+        """Train one step on the groups of a batch: let its time pass, then count its samples. Loads no weights."""
         samples = [sample for group in batch for sample in group]
         length = sum(sample.length for sample in samples)
         seconds = self.settings.train_step_s + length * self.settings.train_token_s / self._train_gpus
