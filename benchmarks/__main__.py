@@ -142,7 +142,8 @@ class Benchmarks:
     def run(self, name: str, own: Sequence[str], *, quick: bool) -> bool:
         """Run the benchmark `name` to its end, with options of its own. Returns True if it succeeds.
 
-        After a signal, nothing is started, and the result is False.
+        The rows of a full run without options of its own are kept in `RESULTS`. After a signal, nothing is started, and
+        the result is False.
         """
         if self.signal:
             return False

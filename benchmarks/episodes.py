@@ -32,7 +32,7 @@ def training_seeds(config: Config) -> list[int]:
 
 
 def held_out_seeds(config: Config) -> list[int]:
-    """Return the environment seeds of an evaluation."""
+    """Return the environment seed of each held-out problem of an evaluation, `eval.problems` in all."""
     return [task.seed for task in held_out_tasks(config.eval.problems, 1)]
 
 
@@ -41,19 +41,20 @@ Prompt = str | list[dict[str, str]]
 
 
 def prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
-    """Return the prompt of the environment for each seed."""
+    """Return the prompt of the environment for each seed. Runs an event loop, so no loop may be running here."""
     return [prompt for prompt, _ in anyio.run(_episodes, config, seeds, [None] * len(seeds))]
 
 
 def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
-    """Return the reward of the environment for each answer. `seeds` has the problem of each answer."""
+    """Return the reward of the environment for each answer, as `prompts` does. `seeds` has each answer's problem."""
     return [reward for _, reward in anyio.run(_episodes, config, seeds, answers)]
 
 
 async def _episodes(config: Config, seeds: Sequence[int], answers: Sequence[str | None]) -> list[tuple[Prompt, float]]:
     """Play one episode for each seed, one after the other.
 
-    Returns the prompt of each, and the reward of its answer, which is 0 if the answer is None.
+    Returns the prompt of each, and the reward of its answer, which is 0 if the answer is None. Raises EnvError or
+    another error of the environment.
     """
     loaded, played = LoadedEnvironment(config.env.path, config.env.options), list[tuple[Prompt, float]]()
     for seed, answer in zip(seeds, answers, strict=True):
@@ -98,7 +99,10 @@ def make_trajectory(
 
 
 def make_shard(batch: Sequence[Trajectory], step: int, oldest: int) -> Shard:
-    """Make the shard of the only rank: the whole batch, whose tokens may be `oldest` versions old."""
+    """Make the shard (a trainer rank's part of a batch) of the only rank: the whole batch of the step `step`.
+
+    Tokens that are more than `oldest` versions older than the step stay in it, but are not trained.
+    """
     min_version = max(0, step - oldest)
     trained = [one.trained_tokens(min_version) for one in batch]
     return Shard(

@@ -130,8 +130,6 @@ def random_model(folder: Path, shape: Shape, tokenizer_of: Path, *, endless: boo
     return folder
 
 
-# -- training steps --------------------------------------------------------------------------------------------------
-
 GIB = 2**30
 """Bytes of a GiB."""
 IMPORTS = ("flash.trainer.step", "flash.trainer.memory", "transformers.models.qwen3.modeling_qwen3")
@@ -179,6 +177,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder of the model."""
     dtype: Dtype
+    """Precision of weights and activations."""
     gpu: bool
     """True to compute on the card, False on the CPU."""
     vocabulary: int
@@ -188,15 +187,17 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[int, int]
     """Smallest and largest length of an answer, in tokens."""
     steps: int
+    """Number of training steps."""
     tables: dict[str, dict[str, Any]] = {}
     """Further settings, as tables of a configuration."""
     gradient: str = ""
     """File to which the gradient of the last step is written; empty: none."""
 
     def config(self) -> Config:
-        """Return the configuration of the steps."""
+        """Return the configuration of the steps, in which `tables` replace the keys that they name."""
         tables: dict[str, dict[str, Any]] = {
             "run": {"name": "gpu-check", "steps": self.steps},
+            # 64 tokens more than an answer are enough for its prompt of 12.
             "model": {"path": self.folder, "dtype": self.dtype, "max_length": self.answers[1] + 64},
             "env": {"path": "envs.arithmetic:Arithmetic"},
             "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": self.answers[1]},
@@ -244,7 +245,8 @@ def train_steps(work: Work) -> Measured:
         trainer = Trainer(config)
 
         def keep(*_: Any) -> None:
-            """Copy the gradient before the optimizer changes it."""
+            """Copy the gradient of each parameter to `found`. Called before each step of the optimizer, so the last
+            step's gradient remains."""
             for name, weight in trainer.model.named_parameters():
                 assert weight.grad is not None
                 found[name] = weight.grad.full_tensor().cpu()  # pyright: ignore[reportAttributeAccessIssue]
@@ -265,8 +267,6 @@ def train_steps(work: Work) -> Measured:
         card = torch.cuda.get_device_name() if work.gpu else "cpu"
         return Measured(seconds, metrics, tokens // work.steps, trainer.flops, peak, card)
 
-
-# -- time ------------------------------------------------------------------------------------------------------------
 
 MFU_GOAL = 0.35
 """Goal of the model FLOPs of a step, as a share of the peak in the card's data sheet."""
@@ -303,8 +303,6 @@ def mfu_rows(sizes: Sizes) -> list[Row]:
     return rows if share is None else [*rows, Row(case, "mfu", "share", share, at_least=MFU_GOAL)]
 
 
-# -- gradient --------------------------------------------------------------------------------------------------------
-
 GRADIENT_GOALS: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest distance of a gradient from the reference, relative to the norm of the reference."""
 
@@ -331,7 +329,7 @@ def exact_rows(sizes: Sizes) -> list[Row]:
                 groups=4,
                 answers=(40, 200),
                 steps=1,
-                tables={"train": {"max_grad_norm": 1e9}},
+                tables={"train": {"max_grad_norm": 1e9}},  # so large that nothing is clipped
                 gradient=f"{folder}/{name}.pt",
             )
             apart(train_steps, work)
@@ -356,8 +354,6 @@ def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     norm = sum(float(value.double().square().sum()) for value in exact.values())
     return (difference / norm) ** 0.5
 
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 NEAR = 0.15
 """Goal: largest relative error of a prediction."""

@@ -94,7 +94,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     def within(self, budget: float, age: int) -> Method:
         """Return this method with a lag budget, and with training on tokens of up to `age` versions.
 
-        A budget of 0 is none, and an age of 0 is the age of the cell.
+        A budget of 0 is none, and an age of 0 is the age of the cell. The key of the new method names both.
         """
         key = self.key + (f"_lag_{budget:g}" if budget else "") + (f"_age_{age}" if age else "")
         return msgspec.structs.replace(self, key=key, budget=budget or None, max_token_age=age or None)
@@ -122,7 +122,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ages(self) -> list[tuple[int, ...]]:
-        """Ages of the tokens of an answer, for the first groups of a batch. Later groups have them again, in turn."""
+        """Ages of the tokens of an answer, for the first groups of a batch. Later groups have them again, in turn.
+
+        A long answer begins `span` versions before its batch. Its usual tokens are sampled evenly until the batch.
+        """
         short = [(age,) * MAX_NEW_TOKENS for age in (range(self.alpha + 1) if self.mixed else [self.alpha])]
         long = tuple(max(0, self.span - self.span * place // USUAL_TOKENS) for place in range(MAX_NEW_TOKENS))
         return [*short, *short, *[long] * len(short)] if self.span else short
@@ -144,12 +147,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             "rollout": {"group_size": setting.group_size, "max_new_tokens": MAX_NEW_TOKENS},
             "train": {
                 "batch_size": setting.batch_size,
-                "minibatches": 2,
+                "minibatches": 2,  # updates of the weights for each version
                 "async_ratio": float(self.alpha),
                 "max_token_age": method.max_token_age or self.alpha or None,
                 "learning_rate": setting.learning_rate,
                 "warmup_steps": 5,
-                "on_nonfinite": "skip",
+                "on_nonfinite": "skip",  # a method that diverges is measured to the end, too
                 "max_tokens_per_microbatch": 8192,
             },
             "algorithm": {"objective": method.objective, "options": method.options, "lag": lag},
@@ -203,13 +206,11 @@ def read_results(file: Path) -> list[Result]:
 
 
 def append_result(file: Path, result: Result) -> None:
-    """Append a line with a result to a file."""
+    """Append a line with a result to a file, which is made if it is missing. Only one process may write to it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as lines:
         lines.write(msgspec.json.encode(result) + b"\n")
 
-
-# -- training --------------------------------------------------------------------------------------------------------
 
 SEED_STRIDE = 1 << 20
 """Number of problems that one seed may use; the problems of the next seed begin after them."""
@@ -248,7 +249,10 @@ class Sampler:
         self._end = cast("int", self.tokenizer.eos_token_id)
 
     def add_version(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Add the next version, with all tensors by name. A missing name is an error of the program."""
+        """Add the next version, with a copy of all tensors by name, and forget the oldest one if there are too many.
+
+        A missing name is an error of the program.
+        """
         version = {name: tensor.clone() for name, tensor in tensors}
         missing = self._versions[-1].keys() - version.keys()
         assert not missing, f"no new weights for {sorted(missing)}"

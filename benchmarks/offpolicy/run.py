@@ -57,8 +57,6 @@ T = TypeVar("T")
 Found = TypeVar("Found")
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
 BASELINE = "grpo"
 """Synchronous training is this method at alpha = 0."""
 
@@ -121,9 +119,6 @@ def accuracy_table(rows: Sequence[Row]) -> str:
     lines.append(f"|---|{'--:|' * len(alphas)}")
     lines += [f"| {title} | {' | '.join(row.get(alpha, '') for alpha in alphas)} |" for title, row in cells.items()]
     return "\n".join(lines)
-
-
-# -- cells -----------------------------------------------------------------------------------------------------------
 
 
 def train_cells(cells: list[Cell]) -> Iterator[CellEnd]:

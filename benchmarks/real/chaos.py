@@ -188,7 +188,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def left_by(run_dir: Path) -> Left:
-    """Read a run directory."""
+    """Read the files of a run that has ended, from its run directory. Raises OSError without its ledger."""
     directory = RunDirectory(run_dir)
     train = tomllib.loads(directory.config.read_text())["train"]
     redone = directory.read_earlier_metrics()

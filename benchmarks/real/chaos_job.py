@@ -181,7 +181,7 @@ class Job:
         """True if ended commands are not started again."""
 
     def _start(self, host: int, *more: str) -> subprocess.Popen[bytes]:
-        """Start `flash train` on a host, with these arguments in addition."""
+        """Start `flash train` on a host (by its number), with `more` arguments, and return the process."""
         variables = {
             "FLASH_NNODES": str(len(NAMES)),
             "FLASH_NODE_RANK": str(host),
@@ -285,7 +285,8 @@ class Job:
     async def finish(self) -> list[str]:
         """Resume the run on the first host, for `LAST_STEPS` more steps, until it ends by itself.
 
-        Returns a line if the command did not end within `LAST_LAUNCH_S` and was killed.
+        Returns a line if the command did not end within `LAST_LAUNCH_S` and was killed. Adds a line to `failed` if its
+        exit code is not 0.
         """
         last = int(self.directory.read_metrics()[-1]["version"])
         self._launches = {0: self._start(0, "--resume", f"run.steps={last + LAST_STEPS}")}

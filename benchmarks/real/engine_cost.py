@@ -58,9 +58,6 @@ Work = Callable[[], Awaitable[float]]
 """Serves all requests of a round in one of the ways. Returns the seconds that it took."""
 
 
-# -- both ways -------------------------------------------------------------------------------------------------------
-
-
 class FixedEngine(WrappedEngine[Any]):
     """An engine that stays up from round to round. It forwards requests to a real engine, which it never closes.
 
@@ -112,7 +109,8 @@ def remove_end_token(folder: Path) -> None:
 
 
 def config_for(model: Path, tokens: int, requests: int) -> Config:
-    """Return the configuration of one training step of `requests` samples with `tokens` tokens each."""
+    """Return the configuration of one training step of `requests` samples with `tokens` tokens each, on the CPU."""
+    # A prompt has about six tokens, so 16 more than the answer are enough for both.
     return msgspec.convert(
         {
             "run": {"name": "bench-engine", "steps": 1},
@@ -129,7 +127,7 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
 
 
 def make_env(kind: str) -> Environment:
-    """Make the environment of a sample."""
+    """Make the environment of a sample. `kind` is unused: `NodeEnvironment` passes it, and there is only one kind."""
     return wrap(Arithmetic(ArithmeticOptions()))
 
 
@@ -155,6 +153,7 @@ async def through_flash(config: Config, engine: VLLMEngine, tokenizer: HfTokeniz
             await hub.handle(p.PublishRequest(Published(VERSION, "tcp", b"", Canary([], []))))
             start = time.perf_counter()
             group.start_soon(node.run)
+            # Engine 0 of node 0 has VERSION. The hub ignores the node's own reports, whose numbers are smaller.
             await hub.handle(p.EngineReport(0, VERSION + 1, [p.EngineStatus(0, VERSION, 0.0, 0.0, 0.0)], []))
             reply = await hub.handle(p.BatchRequest(0, 0, []))
             seconds = time.perf_counter() - start
@@ -222,9 +221,6 @@ async def in_turns(
         await engine.close()
 
 
-# -- throughput ------------------------------------------------------------------------------------------------------
-
-
 def efficiency_rows(case: str, config: Config, tokens: int, requests: int, rounds: int) -> list[Row]:
     """Measure both ways, and return the rows: the ratio of the medians, and tokens per second beside the bare engine's.
 
@@ -251,9 +247,6 @@ def engine_efficiency(args: Args) -> list[Row]:
         case, config = f"{requests} x {tokens} tokens", config_for(model, tokens, requests)
         rows += efficiency_rows(case, config, tokens, requests, 2 if args.quick else 5)
     return rows
-
-
-# -- processor time ------------------------------------------------------------------------------------------------
 
 
 class IdleEngine:
@@ -349,7 +342,8 @@ async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
 def processor_seconds(core: int | None) -> dict[str, float]:
     """Return the processor time of this process, and of the processes of a vLLM engine, since they started.
 
-    `core` is the process id of the engine's core; None: there is no engine. Threads that have ended do not count.
+    The times are in seconds, by process: `node` is this one; `core` and `worker` are those of the engine. `core` is the
+    process id of the engine's core; None: there is no engine. Threads that have ended do not count.
     """
     pids = {} if core is None else {"core": [core], "worker": vllm_processes.worker_pids(core)}
     found = {"node": time.process_time()}
@@ -368,7 +362,7 @@ async def cost(samples: int, work: Callable[[], Awaitable[object]], core: int | 
 
 
 def least(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the least value of each process over the rounds."""
+    """Return the least value of each process over the rounds. All rounds have values of the same processes."""
     return {name: min(each[name] for each in rounds) for name in rounds[0]}
 
 

@@ -164,9 +164,6 @@ async def drive(base_url: str, api_key: str, task: str) -> str:
         return (await BufferedByteReceiveStream(stream).receive_until(b"\n", 1 << 20)).decode()
 
 
-# -- the driver ------------------------------------------------------------------------------------------------------
-
-
 async def run_agents() -> None:
     """Print a port, and play an agent for each order that arrives there, until the process is killed."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
@@ -232,9 +229,6 @@ AGENT = AgentOptions(
     function="benchmarks.real.model_service:drive", tasks={"path": "benchmarks.real.model_service:AgentTasks"}
 )
 """Options of environments whose agent calls the endpoint."""
-
-
-# -- the node --------------------------------------------------------------------------------------------------------
 
 
 async def play_episodes(

@@ -59,14 +59,17 @@ Train = Callable[[Path, str, list[str]], Measured]
 
 
 def run(workload: Path, name: str, overrides: list[str]) -> Path:
-    """Run `flash train` with the configuration file `workload` and settings `KEY=VALUE`. Returns the run directory."""
+    """Run `flash train` with the configuration file `workload` and settings `KEY=VALUE`. Returns the run directory.
+
+    Raises CalledProcessError if the run fails, and TimeoutExpired if it takes more than `RUN_TIMEOUT_S`.
+    """
     command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={name}", *overrides]
     run_command(command, RUN_TIMEOUT_S)
     return Path("outputs") / name
 
 
 def train(workload: Path, name: str, overrides: list[str]) -> Measured:
-    """Run `flash train` as `run` does, and read the files that it leaves."""
+    """Run `flash train` as `run` does, and read the files that it leaves. Raises the errors of `run`."""
     directory = RunDirectory(run(workload, name, overrides))
     evals, metrics = directory.read_evaluations(), directory.read_metrics()
     summary = json.loads(directory.summary.read_text())
@@ -238,6 +241,7 @@ def async_vs_sync(args: Args) -> list[Row]:
 
 def capacity() -> float:
     """Return how much faster cores 0 and 1 work at once than core 0 alone; 2 if neither slows the other one down."""
+    # Two rounds: core 0 alone, and then both cores, each in a worker of its own.
     with multiprocessing.get_context("spawn").Pool(2) as workers:
         alone = workers.map(products_per_s, [0])
         both = workers.map(products_per_s, [0, 1], chunksize=1)
@@ -276,7 +280,8 @@ def balanced(args: Args, train: Train = train) -> list[str]:
         tried[padding] = training / generation
         if abs(tried[padding] - 1) <= BALANCE:
             break
-        # Both halves grow with the prompts, so the ratio grows less than the tokens of a sample do.
+        # Both halves grow with the prompts, so the ratio grows less than the tokens of a sample do, as their root is
+        # assumed to. A sample has about 10 tokens besides the padding.
         padding = min(MOST_PADDING, max(0, round((padding + 10) / tried[padding] ** 2) - 10))
     return overrides(min(tried, key=lambda padding: abs(tried[padding] - 1)))
 

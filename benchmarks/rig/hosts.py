@@ -58,9 +58,6 @@ INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 with the names of the hosts, the name of its host, and the command to run."""
 
 
-# -- the wire --------------------------------------------------------------------------------------------------------
-
-
 def mac(host: int) -> str:
     """Return the Ethernet address by which the wire knows a host."""
     return f"02:00:00:00:00:{host + 1:02x}"
@@ -82,7 +79,10 @@ def targets(frame: bytes, source: int, hosts: int) -> list[int]:
 
 
 def open_port(device: str) -> socket.socket:
-    """Return a socket that receives and sends the frames of a device of this thread's network namespace."""
+    """Return a socket that receives and sends the frames of a device of this thread's network namespace.
+
+    The caller closes it. Raises OSError without root, or if there is no such device.
+    """
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
     try:
         port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
@@ -120,11 +120,11 @@ class Wire:
                 tasks.start_soon(self._carry, source, tasks)
 
     async def _carry(self, source: int, tasks: TaskGroup) -> None:
-        """Pass on the frames of one host."""
+        """Pass on the frames of the host `source` until cancelled. `tasks` is for wires that give frames later."""
         port = self._ports[source]
         while True:
             await anyio.wait_readable(port)
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError):  # no further frame has come
                 for _ in range(FRAMES_AT_ONCE):
                     frame, address = port.recvfrom(FRAME_BYTES)
                     # The port also receives the frames that this program has sent through it.
@@ -141,9 +141,6 @@ class Wire:
         """Give a frame to a host."""
         with suppress(OSError):  # a host that takes no more loses it, as on any network
             self._ports[target].send(frame)
-
-
-# -- the hosts -------------------------------------------------------------------------------------------------------
 
 
 def why_no_hosts() -> str:
@@ -209,7 +206,7 @@ class Hosts(Kept):
         return Wire(ports)
 
     def close(self) -> None:
-        """End the processes on the hosts, and remove the hosts."""
+        """End the processes on the hosts, and remove the hosts. Raises the error of a wire that failed meanwhile."""
         for host in range(len(self.names)):
             self.kill_all(host)
         for process in self._started:
@@ -260,7 +257,7 @@ class Hosts(Kept):
         return {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
 
     def processes(self, host: int) -> list[int]:
-        """Return the ids of all processes on a host."""
+        """Return the process ids of all processes on a host, also of those that its commands have started."""
         return processes_in(self.spaces[host])
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -292,7 +289,10 @@ def _ip(*arguments: str) -> None:
 
 
 def enter_network(space: str) -> None:
-    """Move this thread into the network namespace `space`. Other threads of the process stay where they are."""
+    """Move this thread into the network namespace `space`, for good. Other threads of the process stay where they are.
+
+    Raises OSError without root, or if there is no such namespace.
+    """
     with Path("/run/netns", space).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")

@@ -126,7 +126,7 @@ def processes_in(space: str) -> list[int]:
 
 
 def spaces(folder: Path) -> list[str]:
-    """Return the names of a folder's network namespaces."""
+    """Return the names of a folder's network namespaces. `folder` may be gone: only its name counts."""
     return sorted(path.name for path in SPACES.glob(f"{folder.name}-*"))
 
 

@@ -79,9 +79,6 @@ COUNTS = {
 commands of each kind in each round; starts with a warm sandbox and from nothing."""
 
 
-# -- operations of ours ----------------------------------------------------------------------------------------------
-
-
 async def succeed(running: Awaitable[Result]) -> None:
     """Wait for the result of a command. Raises RuntimeError if it failed, because its time would mean nothing."""
     if not (result := await running).ok:
@@ -173,9 +170,6 @@ async def warm_starts(backend: Backend, count: int) -> list[float]:
                 await fresh(sandbox, 1)
                 taken.append(time.perf_counter() - begin)
     return taken
-
-
-# -- the comparison --------------------------------------------------------------------------------------------------
 
 
 async def round_trips(backend: Backend, labels: dict[str, str], peer: SweRex, counts: Mapping[str, int]) -> list[Row]:

@@ -149,7 +149,7 @@ class SweRex:
             self._container = ""
 
     async def _send(self, method: str, path: str, **more: Any) -> Any:
-        """Send a request to the engine, and return the JSON of its response."""
+        """Send a request to the engine, and return the JSON of its response. Raises SandboxStartError if it fails."""
         return await self._api.json(path, SandboxStartError, method=method, **more)
 
 

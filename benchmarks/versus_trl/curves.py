@@ -167,7 +167,10 @@ def read(file: Path) -> list[Curve]:
 
 
 def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
-    """Write curves into a file, where they replace earlier ones of the same runs. Returns all curves of the file."""
+    """Write curves into a file, where they replace earlier ones of the same runs. Returns all curves of the file.
+
+    A run is known by its workload, seed and system.
+    """
     known = {(curve.case, curve.seed, curve.system): curve for curve in [*read(file), *new]}
     curves = [known[key] for key in sorted(known)]
     file.parent.mkdir(parents=True, exist_ok=True)

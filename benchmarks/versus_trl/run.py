@@ -27,18 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import (
-    PIP_INSTALL,
-    RESULTS,
-    ROOT,
-    WORKLOADS,
-    Args,
-    Row,
-    main,
-    make_python,
-    run_command,
-    version_of,
-)
+from benchmarks.form import PIP_INSTALL, RESULTS, ROOT, WORKLOADS, Args, Row, main, make_python, run_command, version_of
 from benchmarks.versus_trl import curves
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -117,9 +106,6 @@ def label(case: str, seed: int, quick: bool) -> str:
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
-# -- TRL's Python environment ----------------------------------------------------------------------------------------
-
-
 def requirements() -> list[str]:
     """Return the requirements that pip installs for TRL."""
     # Without the local part of a version: one index calls a release `2.13.0+cpu`, another one `2.13.0`.
@@ -127,7 +113,10 @@ def requirements() -> list[str]:
 
 
 def install_torch(executable: Path) -> None:
-    """Install torch's build for CPUs into TRL's environment, on a machine without a GPU."""
+    """Install torch's build for CPUs into TRL's environment, on a machine without a GPU. Else do nothing.
+
+    `executable` is the Python of the environment. Raises CalledProcessError if pip fails.
+    """
     if not packages.has_nvidia_gpu():
         torch = packages.find_torch(commands.VirtualEnvironment(executable.parents[1]))
         if torch.size == packages.CPU:  # the other one comes with the requirements
@@ -145,9 +134,6 @@ def variables(threads: int) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
     }
-
-
-# -- runs ------------------------------------------------------------------------------------------------------------
 
 
 def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
@@ -185,7 +171,7 @@ def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Traine
 
 
 def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
-    """Train one system on one workload, and evaluate the weights that it saved."""
+    """Train one system on one workload (a key of CASES), and evaluate the weights that it saved."""
     from benchmarks.versus_trl.evaluate import accuracies
 
     choices = OTHERS[case].get(system, [])  # `Flash` itself is not in OTHERS, and has no settings of its own
@@ -198,13 +184,7 @@ def train_and_evaluate(case: str, system: str, seed: int, quick: bool) -> Curve:
         seconds = trained.seconds[step - 1] if step else 0.0  # step 0 is the untrained model
         print(f"{system}, {case}: step {step}, {seconds:.1f} s, held-out accuracy {interval.mean:.3f}", flush=True)
         points.append(Point(step, seconds, interval.mean, interval.low, interval.high))
-    return Curve(
-        case=case,
-        system=system,
-        seed=seed,
-        software=trained.software,
-        points=points,
-    )
+    return Curve(case=case, system=system, seed=seed, software=trained.software, points=points)
 
 
 def compare(args: Args, measured: Callable[[str, str, int, bool], Curve] = train_and_evaluate) -> list[Row]:

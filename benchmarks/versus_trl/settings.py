@@ -89,9 +89,4 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
 
 def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
     """Return the keyword arguments of `torch.optim.AdamW`. Fused is TRL's own default, and the fastest."""
-    return {
-        "lr": train.learning_rate,
-        "betas": train.betas,
-        "weight_decay": train.weight_decay,
-        "fused": True,
-    }
+    return {"lr": train.learning_rate, "betas": train.betas, "weight_decay": train.weight_decay, "fused": True}

@@ -42,7 +42,7 @@ class PaddedArithmetic(Arithmetic):
         self._padding = options.padding
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
-        """Draw a problem, and put digits in front of it."""
+        """Draw a training or a held-out problem, and put digits in front of it. The problem alone decides its side."""
         problem = super()._draw(rng, held_out)
         digits = "".join(rng.choices("0123456789", k=self._padding))
         return SolvedExample(f"{digits}={problem.prompt}", problem.answer)
@@ -56,11 +56,11 @@ class RemoteOptions(TextWorldOptions, frozen=True, kw_only=True):
     """Options of the games, and the delay of their answers.
 
     Raises:
-        ConfigError: naming the option, what was expected and what was given.
+        ConfigError: an option is invalid. The message names it, what was expected and what was given.
     """
 
     latency: Distribution = 0.0
-    """Seconds that a step takes in addition."""
+    """Seconds that a step of a training game takes in addition: a number, or a table of a distribution."""
 
 
 class RemoteTextWorld(TextWorld):
@@ -71,13 +71,13 @@ class RemoteTextWorld(TextWorld):
         self._latency = sampler(options.latency)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
-        """Show the beginning of another instance of this problem, at once."""
+        """Show the beginning of another instance of this problem, without a delay. Raises the errors of TextWorld."""
         self._seed, self._instance, self._turn = seed, _instances[seed], 0
         _instances[seed] += 1
         return await super().reset(seed)
 
     async def step(self, action: str) -> StepResult:
-        """Give a command, and wait for its answer."""
+        """Give the last line of `action` to the game as a command; wait for the delay, then for the game's answer."""
         if not is_held_out(self._seed):
             await anyio.sleep(self._latency.draw(uniform(self._seed, self._instance, self._turn)))
         self._turn += 1
