@@ -1,7 +1,8 @@
 """Arithmetic: sums, differences and products of numbers with a fixed number of digits. Each episode has one turn.
 
 The prompt is the bare problem, such as `12+34=`, or a question for chat models. The reward is 1.0 for the right number
-and 0.0 for anything else. `envs.generated` describes how problems are divided into training and held-out ones.
+and 0.0 for anything else. `envs.generated` describes how problems are divided into training and held-out ones, which
+are for evaluation only.
 """
 
 from __future__ import annotations

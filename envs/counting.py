@@ -6,7 +6,8 @@ that a small model can learn long answers too: the letter is the preceding one o
 previous digit plus the number of letters that are left, modulo 10.
 
 The reward is the number of characters that are right at their position, divided by the length of the longer of answer
-and solution. `envs.generated` describes how problems are divided into training and held-out ones.
+and solution. `envs.generated` describes how problems are divided into training and held-out ones, which are for
+evaluation only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whole runs of `flash train` on one card, which engine and trainer share, and an engine beside a bare vLLM.
 
 The canary, a text with the trainer's log-probs, is computed by the engine at every version: `canary_error` is the mean
-difference. `mismatch_k3` is the distance of the two log-probs of the tokens that are trained.
+difference. `mismatch_k3` is the distance of the two log-probs of the tokens that are trained. A swap is the load of a
+new version of the weights into the engine, after the trainer has published it.
 """
 
 from __future__ import annotations

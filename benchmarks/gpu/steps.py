@@ -51,7 +51,7 @@ def qwen3(layers: int, width: int, inner: int, heads: int, kv_heads: int, head_d
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 4096,  # more than the longest sequence here
         "tie_word_embeddings": True,
     }
 

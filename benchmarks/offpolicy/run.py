@@ -105,7 +105,7 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         cases.setdefault(row.case, {})[row.metric] = row.ours
     cells: dict[str, dict[int, str]] = {}  # text of each cell of the table, by method and α
     for case, figures in cases.items():
-        if "methods" in figures:
+        if "methods" in figures:  # the number of methods that are as good as synchronous training
             continue
         text = f"{figures['final_accuracy']:.3f}"
         if figures["seeds"] > 1:

@@ -1,12 +1,12 @@
 """A run on three hosts in which a fault happens every 20 s on average.
 
 The model and task are those of examples/tiny.toml. The first host has the hub, the trainer and an engine, and the two
-others have an engine each. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a
-process: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of it, or `flash train`
-itself. Or it cuts the link of a host, in one direction or in both. A command that ends is started again after 3 s. At
-the end the run is resumed once more, and ends by itself. The files that it leaves show what was lost or counted twice.
-First the *calm run*, the same run without faults, measures the speed for comparison. `--stream` gives both runs
-streamed steps, so that faults also happen in the middle of a step.
+others have an engine each. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 90 s) a process: a trainer rank, the
+hub's node loop, another node loop, an engine's core, a worker of it, or `flash train` itself. Or it cuts the link of a
+host, in one direction or in both. A command that ends is started again after 3 s. At the end the run is resumed once
+more, and ends by itself. The files that it leaves show what was lost or counted twice. First the *calm run*, the same
+run without faults, measures the speed for comparison. `--stream` gives both runs streamed steps, which begin before
+their batch is whole, so that faults also happen in the middle of a step.
 
 Needs Linux, root and iproute2, because the hosts are network namespaces. `--quick` causes each kind of fault once, for
 at most 20 s.

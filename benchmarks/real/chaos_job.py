@@ -203,7 +203,8 @@ class Job:
             code = await anyio.to_thread.run_sync(launch.wait, abandon_on_cancel=True)
             if code not in EXPECTED_CODES:
                 self.failed.append(f"{time.strftime('%H:%M:%S')} {NAMES[host]} ended with exit code {code}")
-            # A launch that was killed before it had made the run directory has left nothing to resume.
+            # Only the first host has the hub, which resumes. A launch that was killed before it had made the run
+            # directory has left nothing to resume.
             resume = ("--resume",) if host == 0 and self.directory.config.exists() else ()
             await anyio.sleep(RESTART_S)
 

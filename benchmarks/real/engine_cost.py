@@ -2,8 +2,9 @@
 
 One engine serves as many requests of the same lengths in two ways, in turns, in one process: through the whole rollout
 path (hub over TCP, leases, environment, trajectories sent back), and through a bare `AsyncLLM` that is given all
-requests at once. Answers have a fixed length, because the model has no end-of-text token. `benchmarks.gpu` measures on
-a card with this module.
+requests at once. Answers have a fixed length, because the model has no end-of-text token. A lease is a sample that the
+hub has given to a rollout node; the node plays it as an episode and sends back its trajectory, tokens and reward.
+`benchmarks.gpu` measures on a card with this module.
 """
 
 from __future__ import annotations

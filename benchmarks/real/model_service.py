@@ -102,7 +102,7 @@ class TimedEngine:
     async def generate(self, request: ResponseRequest) -> Completion:
         """Respond to the question at the end of the prompt, in pieces."""
         start = time.perf_counter()
-        # The prompt ends with "u", the question and a question mark. A question has far fewer than 40 characters.
+        # The prompt ends with "u" for the role, the question and a question mark, all in far fewer than 40 characters.
         last = "".join(map(chr, request.prompt[-40:]))
         question = last.rpartition("u")[2].partition("?")[0]
         tokens = [ord(letter) for letter in f"{question}.".ljust(ANSWER_TOKENS - 1, "x")] + [0]

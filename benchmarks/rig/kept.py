@@ -114,7 +114,7 @@ def processes(folder: Path) -> set[int]:
 
 
 def processes_in(space: str) -> list[int]:
-    """Return the ids of the processes in a network namespace."""
+    """Return the ids of the processes in a network namespace; none if it does not exist."""
     found: list[int] = []
     with suppress(OSError):  # it is gone
         wanted = (SPACES / space).stat().st_ino

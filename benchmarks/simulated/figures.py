@@ -2,7 +2,9 @@
 
 A figure compares up to four numbers for each case: the published one, a peer's rules, Flash's own code, and the speed
 that no schedule can exceed. The last three come from the same simulation of the same workload. Speed-ups are over the
-same simulated baseline. The docstring of each function in `FIGURES` describes its benchmark.
+same simulated baseline. The peers are ROLL Flash and AReaL, systems for asynchronous RL. α is `train.async_ratio`: how
+many versions sampling may run ahead of training. A group is the samples of one prompt. The docstring of each function
+in `FIGURES` describes its benchmark.
 """
 
 from __future__ import annotations
@@ -400,6 +402,7 @@ def agentic(name: str, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for (technique, rules, mine), known in zip(steps, published, strict=True):
         report = ours(mine)
+        # Where phases take turns, or samples are redundant, there is no such bound.
         bound_s = capacity_s(mine, report) if mine is config else None
         peer_s = RollAgentic.simulate(config, rules).step_s
         rows += speedup(f"{name}, {technique}", baseline_s, report.step_s, peer_s, bound_s, None if quick else known)

@@ -8,7 +8,7 @@ sum: the digit before it, plus the digit as many places back as the prompt is lo
 lengths of answers have a long tail. Each sign has a digit behind it, the last digit of the sum of the two digits before
 it. The prompt `D12` asks for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
 
-`envs.generated` divides the problems into training and held-out ones.
+`envs.generated` divides the problems into training ones and held-out ones, which are for evaluation only.
 """
 
 from __future__ import annotations

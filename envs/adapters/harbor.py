@@ -102,7 +102,7 @@ class HarborOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
         machine = sandbox.machine
         return Spec(
             image=sandbox.image,
-            profile="compat",
+            profile="compat",  # the one with the image's user and a root file system that can be written
             cpus=machine.cpus,
             memory_mib=machine.memory_mib,
             disk_mib=machine.storage_mib,

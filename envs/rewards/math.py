@@ -308,7 +308,7 @@ def _equal(found: str, reference: str) -> bool:
         return choice is not None and _letter(choice) == _letter(letter)
     if choice and (label := _LETTER.match(found)):
         return _equal(found[label.end() :].strip(), reference)
-    # A sentence counts as its only number.
+    # A sentence counts as its only number. A text that is this number is not judged again without end.
     if _is_words(found) and not _is_words(reference) and _number(found) is None:
         spoken = [value[0].strip() for value in VALUE.finditer(found)]
         return len(spoken) == 1 and spoken != [found] and "not " not in found and _equal(spoken[0], reference)
@@ -316,6 +316,7 @@ def _equal(found: str, reference: str) -> bool:
     name, values = _sides(found)
     wanted_name, wanted = _sides(reference)
     simple = [_NAME.fullmatch(one) is not None for one in (name, wanted_name) if one]
+    # The left side of a reference may matter, as in `x^2 + y^2 = 1`. Then math-verify compares the complete equations.
     if len(wanted) > 1 or (wanted_name and (len(values) > 1 or not all(simple))):
         return _same_expression(found, reference)
     if len(name) == len(wanted_name) == 1 and name != wanted_name:

@@ -124,7 +124,10 @@ async def verify(
 async def _awaited(
     path: str, verifier: Callable[[str, Any], Awaitable[float]], completion: str, answer: Reference, timeout: float
 ) -> _Scored:
-    """Await an asynchronous verifier for at most `timeout` seconds. Raises an EnvError that the verifier raises."""
+    """Await an asynchronous verifier for at most `timeout` seconds. Raises an EnvError that the verifier raises.
+
+    If this is cancelled, the verifier is ended first. Every other failure is the `problem` of the result.
+    """
     task = UserTask(f"verifier {path}", lambda: verifier(completion, answer))
     if not await task.wait(timeout):
         where = task.where()

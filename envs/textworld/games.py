@@ -269,7 +269,7 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for thing in sorted(things, reverse=True):
         kind, placed, _ = thing.partition("_bar_")
-        if placed and "basin" in thing:
+        if placed and "basin" in thing:  # ALFWorld names the basin of a sink apart from the sink: `sinkbasin 1`
             kind += "basin"
         counts[kind] += 1
         names[thing] = f"{kind} {counts[kind]}" if placed else kind

@@ -100,7 +100,10 @@ class McpServer:
             await self._over.wait()
 
     def _runner(self, tool: dict[str, Any], state: str | None) -> Runner:
-        """Return one tool of the server as a function of the policy. It is assumed to change the server's state."""
+        """Return one tool of the server as a function of the policy. It is assumed to change the server's state.
+
+        `tool` is an entry of `_listed`, and `state` the value for `Runner.state`.
+        """
         name: str = tool["name"]
 
         async def call(arguments: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Rules of asynchronous systems: AReaL, SkyRL as marin runs it, Laminar, verl, and a queue that drops old groups.
 
 Each class has the rules of one system, on the simulated engines and trainer of `benchmarks.simulated.peers.world`. A
-group is the samples of one prompt.
+group is the samples of one prompt. Dynamic filtering drops a group from whose rewards nothing can be learned, such as
+equal ones. A sample's age is the number of versions that were made after the version that sampled its oldest token.
 """
 
 from __future__ import annotations

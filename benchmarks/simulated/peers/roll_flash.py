@@ -1,8 +1,8 @@
 """ROLL Flash's rules for tasks of one turn and of many, and its synchronous baseline, on simulated engines.
 
 ROLL Flash is the asynchronous mode of Alibaba's ROLL framework (paper: "Part II: ROLL Flash"). A prompt's candidates
-are one group. In tasks of one turn, each candidate is a task, which makes one request to an engine. These are its rules
-for one turn:
+are one group. In tasks of one turn, each candidate is a task, which makes one request to an engine. Dynamic filtering
+drops a group from whose rewards nothing can be learned, such as equal ones. These are the rules for one turn:
 
 Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
 With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests

@@ -106,6 +106,7 @@ class World:
         self.tasks = TaskSource(config.run.seed, size)
         gpus = self.settings.gpus if colocated else self.settings.rollout_gpus
         self._train_gpus = self.settings.gpus if colocated else self.settings.gpus - self.settings.rollout_gpus
+        """Number of GPUs that train."""
         self.engines = [
             PeerEngine(self.settings, config.engine.max_sequences, self.workload.response_tokens, NEVER)
             for _ in range(gpus // config.engine.tensor_parallel)
