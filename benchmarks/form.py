@@ -125,7 +125,7 @@ def main(
     """Run a benchmark, print its rows, write and draw them as the arguments say, and return them.
 
     Args:
-        name: name of the benchmark, a key of `benchmarks.__main__.MODULES`. The file of its plot has this name.
+        name: name of the benchmark, a key of `benchmarks.__main__.BENCHMARKS` or `gpu`. Its plot's file has this name.
         description: text for `--help` and above the table.
         run: the benchmark.
         argv: arguments; None: those of the command line.
