@@ -152,7 +152,7 @@ class AgentEndpoint(msgspec.Struct, frozen=True):
 async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
     """Serve an endpoint on a free port of the loopback interface, until the block ends.
 
-    `shared` enters the block once on each node, for the first episode, and leaves it when the node ends.
+    `shared` enters the block once on each node, when `Agent.prepare` asks for it, and leaves it when the node ends.
     """
     sessions, address = EpisodeSessions(), HttpAddress()
     async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:

@@ -100,7 +100,7 @@ def too_long(command: list[str]) -> EnvError:
 
 
 async def _end(process: Process) -> None:
-    """End a program if it still runs, and kill all processes of its session. Takes `REST_S` at most.
+    """End a program if it still runs, and kill all processes of its session. Waits for the program `REST_S` at most.
 
     SIGTERM lets the launcher kill the program's descendants, also those in sessions of their own.
     """

@@ -177,7 +177,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder of the model."""
     dtype: Dtype
-    """Precision of weights and activations."""
+    """Precision of the forward and backward passes. The master weights are float32."""
     gpu: bool
     """True to compute on the card, False on the CPU."""
     vocabulary: int

@@ -87,7 +87,7 @@ class Server:
         trace, has status 500. If the client leaves, aiohttp cancels this call, and with it the episode.
         """
         asked = await request.json()
-        # The smallest free number. No `await` stands before the lane is taken, so no other episode takes it too.
+        # The smallest free number. No `await` stands between these two lines, so no other episode takes it, too.
         lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
         self._lanes[lane] = asked["base_url"], asked["api_key"]
         try:
