@@ -106,7 +106,7 @@ class HostChannel:
             source: descriptor that frames come from.
             sink: descriptor that frames are written to.
             on_frame: function called with the body of each frame (`BoxAgent.carry_out`).
-            on_lost: function called once with this channel when it is closed (`BoxAgent.lose_host`).
+            on_lost: function called once, when the channel is closed (`BoxAgent.lose_host`).
         """
         self.loop = loop
         self.source = source
@@ -180,7 +180,10 @@ class HostChannel:
             self.close()
             return
         for body in bodies:
-            self.on_frame(body)
+            # An earlier frame may have closed the channel: it was invalid, or its answer could not be written. The
+            # calls in progress are stopped then, so nobody would wait for the work of later frames.
+            if self.open:
+                self.on_frame(body)
 
     def say_goodbye(self) -> None:
         """Close the channel because of invalid bytes, and notify the host with a last frame.
@@ -205,7 +208,7 @@ class HostChannel:
         for fd in {self.source, self.sink}:
             self.loop.watch(fd)
             release(fd)
-        self.on_lost(self)
+        self.on_lost()
 
 
 def release(fd: int) -> None:

@@ -140,13 +140,11 @@ class BoxAgent:
         self.loop.cancel(self.orphaned)
         self.channel = HostChannel(self.loop, source, sink, self.carry_out, self.lose_host)
 
-    def lose_host(self, channel: HostChannel) -> None:
+    def lose_host(self) -> None:
         """Stop the calls in progress, since the host is gone, and wait for another host.
 
         `HostChannel` calls this when it is closed: its host is gone, or `connect` replaces it.
         """
-        if channel is not self.channel:
-            return
         self.channel = None
         for call in list(self.calls):
             self.abandon(call)
@@ -184,8 +182,7 @@ class BoxAgent:
         """
         if not isinstance(body, list) or len(body) != 3 or not isinstance(body[0], int):
             # The peer is not a host, so none of its frames can be understood.
-            if self.channel is not None:
-                self.channel.say_goodbye()
+            self.channel.say_goodbye()
             return
         call, operation, argument = body
         try:

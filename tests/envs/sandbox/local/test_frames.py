@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 import subprocess
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
+from envs.sandbox.agent.loop import HostChannel, Loop
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.bundle import greet
 from envs.sandbox.local.channel import MAX_FRAME, Decoder, encode
@@ -58,6 +60,22 @@ def test_oversized_and_damaged_frames_end_the_channel():
         Decoder().feed(bytes(data))
     with pytest.raises(wire.WireError):
         wire.Frames().feed(bytes(data))
+
+
+def test_no_frame_is_carried_out_after_the_frame_that_closed_its_channel():
+    ours, theirs = socket.socketpair()
+    carried: list[object] = []
+
+    def carry_out(body: object) -> None:
+        carried.append(body)
+        channel.close()
+
+    source = ours.detach()
+    with theirs:
+        channel = HostChannel(Loop(), source, source, carry_out, lambda: None)
+        theirs.sendall(encode(1, "ping", None) + encode(2, "run", {}))
+        channel.read()
+    assert carried == [[1, "ping", None]]
 
 
 def test_the_agents_modules_have_no_name_in_common():
