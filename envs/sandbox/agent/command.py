@@ -198,7 +198,9 @@ class Command:
                 raise
             if error.errno in NO_SPACE:
                 raise CallRefusal("limit", "no process can be started: {}".format(os.strerror(error.errno)))
-            raise CallRefusal("file", "{}: {}".format(request.get("cwd"), os.strerror(error.errno)))
+            # `launch` turns the errors of a program into results, so the folder is at fault.
+            cwd = self.agent.resolve(request.get("cwd") or "")
+            raise CallRefusal("file", "{}: {}".format(cwd, os.strerror(error.errno)))
         finally:
             for fd in theirs:
                 os.close(fd)

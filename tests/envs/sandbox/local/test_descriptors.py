@@ -14,7 +14,7 @@ from envs.sandbox.agent.process import unreadable_copy
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
-from flash.errors import SandboxError, SandboxLimitError, SandboxTimeoutError
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxTimeoutError
 
 pytestmark = pytest.mark.anyio
 
@@ -104,6 +104,13 @@ async def test_a_session_is_opened_once_there_is_room_again():
         os.rename(f"{sandbox.hello.workdir}/full", f"{sandbox.hello.workdir}/free")
         async with sandbox.session("other") as session:
             assert (await session.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_a_command_without_its_folder_is_refused_with_the_path_of_the_folder():
+    async with FakeBackend() as backend, LocalSandbox(backend, Spec(image="any")) as sandbox:
+        os.rmdir(sandbox.hello.workdir)
+        with pytest.raises(SandboxFileError, match=sandbox.hello.workdir):
+            await run(sandbox)
 
 
 def test_a_job_does_not_keep_calls_that_nobody_waits_for():
