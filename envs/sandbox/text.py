@@ -122,4 +122,4 @@ def clipped(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[len(text) - half :]}"

@@ -14,7 +14,7 @@ from envs.sandbox import api, sandbox
 from envs.sandbox.api import Exec
 from envs.sandbox.cli import _service_id, _spec, _warm
 from envs.sandbox.engines import profiles
-from envs.sandbox.text import from_wire, to_wire
+from envs.sandbox.text import clipped, from_wire, to_wire
 from envs.sandbox.trees import TreeLimits
 from flash.errors import ConfigError, SandboxRefusedError, SandboxTimeoutError
 from tests.envs.sandbox.raw import bare, bearer
@@ -199,3 +199,10 @@ def test_a_wrong_value_of_a_sandbox_is_reported_with_its_option(option, value):
     given = {"image": "x", "profile": "strict", "cpus": 1.0, "memory": 512, "network": "none", "runtime": None}
     with pytest.raises(ConfigError, match=f"at `--{option}`"):
         _spec(Namespace(**{**given, option: value}))
+
+
+@pytest.mark.parametrize("most", range(6))
+def test_a_clipped_text_shows_no_more_than_its_halves(most):
+    first, _, last = clipped("abcdef", most).split("\n")
+    half = most // 2
+    assert (first, last) == ("abcdef"[:half], "abcdef"[6 - half :])
