@@ -78,6 +78,7 @@ from flash.errors import (
     SandboxLimitError,
     SandboxLostError,
     SandboxRefusedError,
+    SandboxStartError,
     SandboxTimeoutError,
 )
 from flash.waiting import unwrapped_group
@@ -206,7 +207,8 @@ class SandboxClient:
 
         Raises:
             SandboxBusyError: the sandbox was not ready in time.
-            SandboxError: the error that ended the sandbox.
+            SandboxStartError: it was closed before it was ready.
+            SandboxError: the error that ended the sandbox, or the service cannot be reached.
         """
         until = anyio.current_time() + left
         while info.state in ("queued", "starting") and (left := until - anyio.current_time()) > 0:
@@ -218,6 +220,8 @@ class SandboxClient:
         if info.problem is not None:
             raise error_of(info.problem)
         return info
+        if info.state != "ready":
+            raise SandboxStartError(f"sandbox {info.id} was closed before it was ready: {info.reason}")
 
     def attach(self, info: Info) -> RemoteSandbox:
         """Return a sandbox of the service, and renew its lease for as long as this client is open.

@@ -25,6 +25,7 @@ from flash.errors import (
     SandboxLimitError,
     SandboxLostError,
     SandboxRefusedError,
+    SandboxStartError,
     SandboxTimeoutError,
 )
 from flash.http.server import HttpAddress
@@ -387,6 +388,23 @@ async def test_waiting_without_room_keeps_the_deadline(tmp_path):
         for lease in world.pool.state.leases.all():
             with anyio.fail_after(10):
                 await lease.done.wait()
+
+
+async def test_a_sandbox_that_is_closed_before_it_is_ready_is_not_handed_out(tmp_path):
+    async with running(tmp_path) as world:
+        world.backend.faults.create_delay = 2.0
+
+        async def close() -> None:
+            state = world.pool.state
+            while not (leases := state.leases.all()):
+                await state.changed_since(state.version)
+            await world.pool.release(leases[0], "an operator closed it")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            with pytest.raises(SandboxStartError, match="closed before it was ready: an operator closed it"):
+                async with world.client.acquire(SPEC, deadline=10.0):
+                    pass
 
 
 async def test_open_maker_removes_what_is_left():
