@@ -11,10 +11,12 @@ restart, a row without a container is a lost lease, and a container without a ro
 container can leak.
 
 SQLite runs in WAL mode: a row survives `kill -9` without an fsync. After a power cut the containers are gone as well.
+While no row can be written, on a full disk for example, leases go on, but would not outlive a restart.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 from contextlib import suppress
@@ -26,7 +28,9 @@ import anyio.to_thread
 import msgspec
 
 from envs.sandbox.pool.lease import LeaseOrder, SandboxLease
-from flash.errors import DECODE_ERRORS, ConfigError
+from flash.errors import DECODE_ERRORS, ConfigError, SandboxError
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -111,11 +115,18 @@ class JournalTable(Protocol[_T]):
     """Rows by key. A write is complete when the call returns."""
 
     async def put(self, key: str, row: _T) -> None:
-        """Write a row. Replaces the row that has the same key."""
+        """Write a row. Replaces the row that has the same key.
+
+        Raises:
+            SandboxError: the row cannot be written. An earlier row of the key stays.
+        """
         ...
 
     async def drop(self, key: str) -> None:
-        """Delete a row. Does nothing if there is none."""
+        """Delete a row. Does nothing if there is none.
+
+        A failure is only logged: after a restart, the row is that of a lease or snapshot that is gone.
+        """
         ...
 
     async def load(self) -> list[_T]:
@@ -173,15 +184,23 @@ class SqliteTable(Generic[_T]):
         self._kind = kind
 
     async def put(self, key: str, row: _T) -> None:
-        await self._journal.run(f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)", key, msgspec.json.encode(row))
+        query = f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)"
+        try:
+            await self._journal.run(query, key, msgspec.json.encode(row))
+        except sqlite3.Error as error:
+            raise SandboxError(f"the journal of the service cannot be written: {error}; is its disk full?") from error
 
     async def drop(self, key: str) -> None:
-        await self._journal.run(f"DELETE FROM {self._name} WHERE {self._key} = ?", key)
+        try:
+            await self._journal.run(f"DELETE FROM {self._name} WHERE {self._key} = ?", key)
+        except sqlite3.Error as error:
+            _log.warning("row %s of the journal's %s cannot be deleted: %s", key, self._name, error)
 
     async def load(self) -> list[_T]:
         """Return the rows that this version of the code can read.
 
-        Other rows are skipped: the sandboxes of such leases are removed as containers without a lease.
+        Other rows are skipped: the sandboxes of such leases are removed as containers without a lease. Raises
+        sqlite3.Error if the file cannot be read.
         """
         found: list[_T] = []
         for (row,) in await self._journal.run(f"SELECT entry FROM {self._name} ORDER BY rowid"):
@@ -216,7 +235,10 @@ class SqliteJournal:
         self._connection.close()
 
     async def run(self, query: str, *values: str | bytes) -> list[tuple[Any, ...]]:
-        """Run a query and return its rows."""
+        """Run a query with `values` for its question marks, in a thread, and return its rows. Raises sqlite3.Error.
+
+        A query that has begun is completed, also if the caller is cancelled.
+        """
         return await anyio.to_thread.run_sync(
             lambda: self._connection.execute(query, values).fetchall(), limiter=self._limiter
         )

@@ -27,7 +27,7 @@ from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJourn
 from envs.sandbox.pool.lease import LeasedSandbox, LeaseOrder, SandboxLease
 from envs.sandbox.pool.serving import LeaseServer, Recovery
 from envs.sandbox.pool.state import PoolSettings, PoolState, SnapshotBook
-from flash.errors import SandboxBusyError, SandboxClosedError, SandboxRefusedError, SandboxStartError
+from flash.errors import SandboxBusyError, SandboxClosedError, SandboxError, SandboxRefusedError, SandboxStartError
 from flash.waiting import unwrapped_group
 
 
@@ -137,7 +137,7 @@ class SandboxPool:
         The image is kept for `PoolSettings.snapshot_s` seconds, also after the lease has ended.
 
         Raises:
-            SandboxError: the snapshot failed.
+            SandboxError: the snapshot failed, or cannot be recorded in the journal, or the lease has no usable sandbox.
         """
         async with lease.use() as sandbox:
             snapshot = await sandbox.snapshot()
@@ -154,7 +154,11 @@ class SandboxPool:
                 until=now + self._settings.snapshot_s,
             )
             self.snapshots.add(kept)
-            await self._journal.snapshots.put(kept.image, kept)
+            try:
+                await self._journal.snapshots.put(kept.image, kept)
+            except SandboxError:
+                await self.forget(kept)
+                raise
             return snapshot
 
     async def forget(self, kept: KeptSnapshot) -> None:

@@ -212,9 +212,15 @@ class LeaseServer:
         self.state.refresh(name)
 
     async def note(self, lease: SandboxLease) -> None:
-        """Write the current state of the lease to the journal, for the next run of the service."""
+        """Write the current state of the lease to the journal, for the next run of the service.
+
+        A failure is only logged: the lease goes on, but would not outlive a restart. The next run then removes its
+        container, as one without a lease.
+        """
         # A fork in progress may call this after `_finish` has deleted the entry.
-        if not lease.cleared:
+        if lease.cleared:
+            return
+        try:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from envs.sandbox.engines.backend import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.journal import MemoryPoolJournal
+from envs.sandbox.pool.journal import MemoryPoolJournal, MemoryTable
 from envs.sandbox.pool.lease import PROBE_S, REPLACED_WAIT_S, LeasedSandbox, LeaseOrder, LeasingPool, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
 from envs.sandbox.pool.state import PoolSettings
-from flash.errors import SandboxClosedError, SandboxLostError
+from flash.errors import SandboxClosedError, SandboxError, SandboxLostError
 from flash.simulate.clock import run_virtual
 from tests.envs.sandbox.pools import FEW_WARM, SPEC, Crash, engine, pool_of, sandbox_of
 
@@ -547,3 +547,28 @@ async def test_a_snapshot_that_could_not_be_removed_is_removed_at_the_next_look(
         await anyio.sleep(2 * FEW_WARM.look_s)
         assert maker.snapshots == {}
         assert maker.sandboxes == {}
+
+
+class FullTable(MemoryTable):
+    """A table for whose rows there is no room."""
+
+    async def put(self, key: str, row: object) -> None:
+        raise SandboxError("the disk is full")
+
+
+def test_a_journal_that_cannot_be_written_ends_no_lease_and_keeps_no_snapshot():
+    async def main() -> None:
+        maker, journal = engine(2), MemoryPoolJournal()
+        journal.leases = journal.snapshots = FullTable()
+        async with pool_of(maker, journal=journal) as pool, pool.acquire(SPEC) as sandbox:
+            assert (await sandbox.run("true", timeout=1)).ok
+            with pytest.raises(SandboxError, match="the disk is full"):
+                await sandbox.snapshot()
+            assert pool.snapshots.all() == []
+            assert maker.snapshots == {}
+            [fork] = await sandbox.fork(1)
+            assert (await fork.run("true", timeout=1)).ok
+        assert maker.sandboxes == {}
+        assert maker.snapshots == {}
+
+    run_virtual(main)
