@@ -34,7 +34,7 @@ from envs.sandbox.agent.process import (
 from envs.sandbox.agent.wire import CHUNK, CREDIT, PIECE, PIECE_COST, RESULT, CallRefusal
 
 ROUNDS = 300
-"""Most rounds of killing leftovers before the new command is refused."""
+"""Most rounds of killing leftovers before the new command is refused: 0.3 s, in which the agent does nothing else."""
 
 GRACE = 0.5
 """Seconds between SIGTERM and SIGKILL."""
@@ -59,8 +59,8 @@ def end_leftovers(agent: object, shell: object = None, system: object = System) 
     """Kill the processes that ended commands left behind; they could tamper with the next command.
 
     A process was left behind if it has lost its parent, and belongs neither to a running command or job nor to a
-    running command of a session other than `shell`. Jobs (`&`) of a session are spared, also if their shell has ended.
-    Raises CallRefusal if the processes cannot be ended.
+    running command of a session other than `shell`. Its descendants are killed with it. Jobs (`&`) of a session are
+    spared, also if their shell has ended. Raises CallRefusal if the processes cannot be ended.
 
     Args:
         agent: the `BoxAgent`, which knows the running commands.
@@ -86,8 +86,10 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
 
     The arguments are those of `end_leftovers`.
     """
+    # An orphan with the number of a running command belongs to that command.
     running = {command.number for command in agent.active}
     running.update(other.number for other in agent.shells.values() if other is not shell and other.current)
+    # `agent.children` are processes that the agent itself has started: they are no orphans.
     spared = {pid for other in agent.shells.values() for pid in other.living_jobs()}.union(agent.children)
     found = {pid for pid in system.adopted() if pid not in spared and system.number_of(pid) not in running}
     return found.union(stat.pid for stat in descendants(found, system))
@@ -131,7 +133,7 @@ class Command:
         self.streaming = request.get("stream", False)
         """True if output is sent while it is written. Otherwise it is kept, and sent with the result."""
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
-        """Kept output by stream: the first and the last bytes, at most `limit` together."""
+        """`Ring` of each stream: the first and the last bytes of the output, at most `limit` of each stream."""
         self.credit = request.get("credit", 0)
         """Bytes of streamed output that the host still accepts."""
         self.pipes = {}
@@ -251,11 +253,9 @@ class Command:
 
     def take_output(self, name: str, data: bytes) -> None:
         """Process output of the stream `name`: keep it, or stream it and pause the pipes when the credit is used up."""
-        ring = self.rings[name]
         if not self.streaming:
-            ring.add(data)
+            self.rings[name].add(data)
             return
-        ring.total += len(data)
         self.reply(CHUNK, [name, data])
         self.credit -= len(data) + PIECE_COST
         if self.credit <= 0:
@@ -278,6 +278,7 @@ class Command:
             self.measure_time()
             left = min(self.timeout - self.counted_s, self.patience - (self.measured - self.started))
             if left > 0:
+                # At least 10 ms: while the command waits for a CPU, `left` hardly shrinks.
                 self.timer = self.agent.loop.later(min(max(left, 0.01), MEASURE), self.expire)
                 return
         self.timed_out = True
@@ -300,7 +301,10 @@ class Command:
         self.stop()
 
     def stop(self) -> None:
-        """End the command: SIGTERM to all its processes, and SIGKILL to those left after the grace."""
+        """End the command: SIGTERM to all its processes, and SIGKILL to the processes left after the grace.
+
+        Does nothing if the command is being stopped or has ended.
+        """
         if self.stopping is not None or self.ended_body is not None:
             return
         self.stopping = now()
@@ -363,9 +367,10 @@ class Command:
                 "timed_out": self.timed_out,
                 "oom_killed": self.agent.oom.read() > self.oom_before,
                 "wall_s": now() - self.started,
+                # Time that did not count against `timeout`; 0 without `patience`.
                 "waited_s": max(0.0, self.measured - self.started - self.counted_s),
                 "cpu_s": usage.ru_utime + usage.ru_stime,
-                "max_rss": usage.ru_maxrss * 1024,
+                "max_rss": usage.ru_maxrss * 1024,  # The kernel counts KiB.
             }
         )
         if self.is_job:
@@ -385,6 +390,7 @@ class JobWaiter:
     """A call of the operation `job_wait` that waits for the result of a job. A job may have several."""
 
     def __init__(self, job: Command, reply: object) -> None:
+        """Begin to wait. `reply` is the function `(kind, body)` that sends the host a frame of the waiting call."""
         self.job = job
         self.reply = reply
         job.waiters.add(self)
@@ -398,7 +404,8 @@ def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]")
     """Open the pipes of a process, and return our descriptor for each of its descriptors 0 to 2.
 
     Our ends of the pipes are added to `ours`: input if `request` has any, output, errors. The other ends are added to
-    `theirs`; the caller closes those after the start. Without input, the process reads from `null`.
+    `theirs`; the caller closes those after the start. Without input, the process reads from `null`. Raises OSError; the
+    two lists then have the descriptors that the caller must close.
     """
     files = {0: null}
     if request.get("stdin") or request.get("feed"):
@@ -418,6 +425,7 @@ def open_terminal(ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
     """Open a pseudo-terminal, and return our descriptor for each of the process's descriptors 0 to 2: the terminal.
 
     Two descriptors of our end are added to `ours`: for output, and for input. The other end is added to `theirs`.
+    Raises OSError; the two lists then have the descriptors that the caller must close.
     """
     master, slave = os.openpty()
     ours.append(master)
@@ -440,6 +448,7 @@ def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None
     for name, ring in rings.items():
         content = ring.content()
         body[name + "_truncated"] = not streaming and ring.truncated()
+        # The two rests, each at most half a piece, fit in one frame.
         while len(content) > PIECE // 2:
             reply(CHUNK, [name, content[:PIECE]])
             content = content[PIECE:]

@@ -42,7 +42,7 @@ MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def on_proc(fd: int) -> bool:
-    """Return True if an open file or folder is in /proc."""
+    """Return True if an open file or folder is in /proc. False if no /proc is mounted."""
     try:
         return os.fstat(fd).st_dev == os.stat("/proc").st_dev
     except OSError:
@@ -93,7 +93,10 @@ def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tup
 
 
 def link_of(here: int, name: str) -> "str | None":
-    """Return the target of a link; None if the name is no link or does not exist."""
+    """Return the target of the link `name` in the open folder `here`; None if it is no link or does not exist.
+
+    Raises OSError if the folder cannot be searched.
+    """
     try:
         return os.readlink(name, dir_fd=here)
     except OSError as error:
@@ -103,9 +106,9 @@ def link_of(here: int, name: str) -> "str | None":
 
 
 def step(here: int, name: str, make: bool = False) -> int:
-    """Follow one part of a path: close `here`, and open the folder `name` in it, its parent, or the root.
+    """Follow one part of a path: open the folder `name` in `here`, its parent (`..`) or the root (`/`), close `here`.
 
-    With `make`, a missing folder is created.
+    With `make`, a missing folder is created. Raises OSError, also if `name` is a link; `here` then stays open.
     """
     try:
         there = os.open(name, PLACE, dir_fd=here)
@@ -150,7 +153,7 @@ class FolderChain:
     def open(self, path: str, make: bool = False) -> int:
         """Return the open folder of this path below `top`; with `make`, missing folders are created.
 
-        It stays open until the next call.
+        It stays open until the next call. Raises OSError, and CallRefusal for a link into /proc.
         """
         if path != self.path:
             inside = not self.path or path.startswith(self.path + "/")
@@ -161,7 +164,7 @@ class FolderChain:
         return self.here
 
     def find(self, path: str, start: int, make: bool) -> int:
-        """Return the open folder `path` below `start`. Links in the path are followed only with `follow`."""
+        """Return the open folder `path` below `start`, which stays open. Without `follow`, a link raises OSError."""
         if self.follow:
             # The final slash makes the last part a folder to open, and not the name in it.
             return locate(path + "/", follow=True, make=make, start=start)[0]
@@ -188,7 +191,8 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
     """Return a range of a regular file, and values that identify the file and its content.
 
     The values are device, number, time of modification in nanoseconds, and size. The host compares them between the
-    ranges of one read. The range is shorter than `limit` bytes only at the end of the file. Raises CallRefusal.
+    ranges of one read. The range begins at byte `offset`, and has fewer than `limit` bytes only at the end of the file.
+    Raises CallRefusal if the file cannot be read or is not a regular one.
     """
     try:
         # A pipe without a writer would block for ever.
@@ -247,7 +251,10 @@ class Write:
             raise
 
     def open_to_append(self, mode: int) -> None:
-        """Open the existing file, or create it with `mode`, to append to it."""
+        """Open the existing file, or create it with `mode`, to append to it.
+
+        Raises OSError, and CallRefusal if it is no regular file or a link leads into /proc.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         try:
             self.fd = open_found(self.path, flags | os.O_EXCL, mode, make=True)
@@ -259,7 +266,10 @@ class Write:
             raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
     def open_to_replace(self, mode: int) -> None:
-        """Create a temporary file beside the target. If the target is a link, the link itself is replaced."""
+        """Create a temporary file beside the target. If the target is a link, the link itself is replaced.
+
+        Raises OSError, and CallRefusal if the target is a folder or a link leads into /proc.
+        """
         self.folder, self.name = locate(self.path, follow=False, make=True)
         # Short: a name has at most 255 bytes, and a character up to four bytes.
         self.temporary = ".{}.{}".format(self.name[:48], binascii.hexlify(os.urandom(6)).decode())
@@ -313,7 +323,7 @@ class Write:
 
 
 def is_folder(name: str, folder: int) -> bool:
-    """Return True if the name in an open folder is a folder."""
+    """Return True if `name` in the open folder `folder` is a folder; False for a link, or if it does not exist."""
     try:
         return stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode)
     except FileNotFoundError:
@@ -321,7 +331,11 @@ def is_folder(name: str, folder: int) -> bool:
 
 
 def describe(folder: int, name: str) -> list:
-    """Return name, kind, size, mode and modification time of an entry of an open folder, in the order of `FileInfo`."""
+    """Return the host's `FileInfo` of the entry `name` of the open folder `folder`, as a list.
+
+    It has the name as bytes, the kind (`file`, `folder`, `link` or `other`), the size in bytes, the permission bits,
+    and the Unix time of modification. A link is described, not followed. Raises OSError if there is no such entry.
+    """
     info = os.lstat(name, dir_fd=folder)
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(info.st_mode), "other")
@@ -329,10 +343,10 @@ def describe(folder: int, name: str) -> list:
 
 
 def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
-    """Call `send` with the entries of a folder, many at a time. For a file or a link, with its own entry.
+    """Call `send` with lists of entries of a folder, as `describe` makes them. A file or a link is its own only entry.
 
-    Raises CallRefusal if the folder cannot be read, or has more than `limit` entries (not with Python 3.6, see
-    `names_in`).
+    Raises CallRefusal if the path does not exist, or the folder cannot be read or has more than `limit` entries (not
+    with Python 3.6, see `names_in`).
     """
     try:
         folder, name = locate(path, follow=False)
@@ -413,7 +427,8 @@ def remove(path: str) -> None:
 def contains(folder: str, inside: str) -> bool:
     """Return True if `folder` is the folder `inside` or one of the folders above it. Both are absolute paths.
 
-    The folders themselves are compared, because one folder has many paths. Returns False if one does not exist.
+    The folders themselves are compared, because one folder has many paths. A link to one is not meant: only the link
+    would be removed. Returns False if one does not exist.
     """
     try:
         wanted = os.lstat(folder.rstrip("/") or "/")
@@ -431,7 +446,7 @@ def remove_tree(folder: int, name: str, path: str) -> None:
     """Remove the folder `name` of an open folder, however deep it is. `path` is for error messages.
 
     Only one folder is open at a time, and nothing recurses: `shutil.rmtree` recurses for each level and keeps all
-    levels open, so a deep tree would make it fail.
+    levels open, so a deep tree would make it fail. Raises OSError with the path of the entry that cannot be removed.
     """
     here = os.open(name, FOLDER, dir_fd=folder)
     ahead = []
@@ -459,14 +474,17 @@ def remove_tree(folder: int, name: str, path: str) -> None:
 
 
 def move_to(here: int, name: str) -> int:
-    """Close the folder `here`, and return the opened folder `name` in it, or its parent for `..`."""
+    """Return the opened folder `name` of `here`, or its parent for `..`, and close `here`.
+
+    Raises OSError, also if `name` is a link; `here` then stays open.
+    """
     there = os.open(name, FOLDER, dir_fd=here)
     os.close(here)
     return there
 
 
 def remove_files(here: int) -> "list[str]":
-    """Remove everything in an open folder but its folders, and return their names."""
+    """Remove everything in an open folder but its folders, and return the names of these folders."""
     folders = []
     for name in os.listdir(here):
         if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
@@ -497,8 +515,9 @@ class BytesLeft:
 def send_tree(path: str, most: "int | None" = None) -> None:
     """Write a tree, or one file, to standard output as a tar stream. `most` limits the bytes of its files.
 
-    A single file becomes an archive with one member named ".", so that it can be received under any name. Runs in a
-    worker process. An OSError names the entry that failed; the worker writes it to standard error.
+    A single file becomes an archive with one member named ".", so that it can be received under any name. A link to a
+    tree is followed; links in the tree are sent as links. Runs in a worker process, which ends with it: descriptors are
+    left open on errors. An OSError names the entry that failed; the worker writes it to standard error.
     """
     import tarfile  # Not at the top: only workers need it, and each start of a sandbox would take longer.
 
@@ -513,6 +532,7 @@ def send_tree(path: str, most: "int | None" = None) -> None:
             places = FolderChain(os.open(name, FOLDER, dir_fd=folder), follow=False)
         except OSError as error:
             raise with_path(error, path)
+        # Paths, below `path`, of the folders whose content is still to be sent.
         folders = [""]
         while folders:
             inside = folders.pop()
@@ -574,7 +594,10 @@ def receive_tree(path: str) -> None:
     """Unpack a tar stream from standard input into the folder `path`, or onto the file `path`.
 
     An archive of one file has the single member ".", as `send_tree` makes it. In an archive of a folder, that name is
-    the folder itself (`tar -c .` writes it); its mode is ignored. Runs in a worker process.
+    the folder itself (`tar -c .` writes it); its mode is ignored. Missing folders are created, also `path` for an
+    archive without members. Runs in a worker process. Entries before a failed one stay.
+
+    Raises OSError, CallRefusal or `tarfile.TarError`; the worker writes the error to standard error.
     """
     import tarfile
 

@@ -52,6 +52,7 @@ class BoxAgent:
     """The agent's state: its host, and the commands, jobs, sessions and calls in progress."""
 
     def __init__(self, options: dict) -> None:
+        """Prepare the agent; `run` starts it. Called once, before any program of the sandbox runs."""
         self.options = options
         """Fields of `envs.sandbox.engines.bundle.Options`."""
         self.loop = Loop()
@@ -175,7 +176,7 @@ class BoxAgent:
                 child.reaped(status, usage)
 
     def carry_out(self, body: list) -> None:
-        """Carry out one frame of the host: [number of the call, operation, argument].
+        """Carry out one frame of the host: [number of the call, operation, argument]. `HostChannel.read` calls this.
 
         Every error of an operation becomes the failure of its call, with a code by which the host chooses the class of
         its exception.
@@ -281,8 +282,12 @@ class Listener:
         got = bytearray()
 
         def prove() -> None:
-            """Compare the bytes received with the secret. A host that proves itself is connected."""
+            """Read bytes, and compare them with the secret when there are as many. If they are equal, connect the host.
+
+            The loop calls this when bytes arrive. Other bytes, or the end of the connection before, close it.
+            """
             try:
+                # No byte after the secret: the first frame of the host may follow at once.
                 piece = connection.recv(len(secret) - len(got))
             except BlockingIOError:
                 return
@@ -302,7 +307,7 @@ class Listener:
                 connection.close()
 
         def give_up() -> None:
-            """Close a connection that did not send the secret in time."""
+            """Close a connection that did not send the secret in time. The timer calls this; `prove` cancels it."""
             self.strangers -= inside
             self.agent.loop.watch(connection.fileno())
             connection.close()
@@ -318,6 +323,7 @@ def from_outside(connection: object) -> bool:
     Only connections of other peers are limited, so that commands cannot keep a host out. A command cannot fake this:
     a process of the sandbox that loses its parent becomes our child.
     """
+    # Process id, user id and group id, with 4 bytes each. A process outside our namespace is seen as 0.
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
     try:
         return Stat(int.from_bytes(peer[:4], sys.byteorder)).parent == 0
@@ -362,7 +368,8 @@ def main(options: dict) -> None:
 def hello(agent: object, call: int, argument: dict) -> None:
     """Report facts about this agent, and its open sessions, as the host's `envs.sandbox.engines.bundle.Hello`.
 
-    Each host calls this first, also after a takeover.
+    Each host calls this first, also after a takeover. `writable` is about the working directory, and `life` is the
+    number of seconds until the agent ends by itself.
     """
     agent.reply(
         call,
@@ -385,18 +392,21 @@ def ping(agent: object, call: int, argument: object) -> None:
 
 
 def run(agent: object, call: int, argument: dict) -> None:
-    """Run a command to its end. `Command.reaped` sends the result."""
+    """Run a command to its end. `Command.reaped` sends the result, and `Command` explains the argument."""
     agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 
 def start(agent: object, call: int, argument: dict) -> None:
-    """Start a job and reply with its id. At `MAX_JOBS` jobs, the oldest ended one is forgotten."""
+    """Start a job and reply with its id. At `MAX_JOBS` jobs, the oldest ended one is forgotten.
+
+    `Command` explains the argument. Raises CallRefusal if all these jobs are running.
+    """
     while len(agent.jobs) >= MAX_JOBS:
         ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
         if not ended:
             raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
-    argument["job"] = True
+    argument["job"] = True  # `Command` then keeps the result, and does not send it.
     # A random id, so that no job of this sandbox is taken for a job of the sandbox that it replaces.
     name = binascii.hexlify(os.urandom(6)).decode()
     agent.jobs[name] = Command(agent, lambda kind, body: None, argument)
@@ -428,7 +438,7 @@ def job_wait(agent: object, call: int, argument: dict) -> None:
 
 
 def job_signal(agent: object, call: int, argument: dict) -> None:
-    """Send a signal, given by name, to the process group of a job."""
+    """Send a signal, given by name, to the process group of a job. Raises CallRefusal for an unknown name or job."""
     number = getattr(_signal, argument["signal"], None)
     # Handlers are no signals: SIG_IGN has the number of SIGHUP.
     if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
@@ -438,8 +448,9 @@ def job_signal(agent: object, call: int, argument: dict) -> None:
 
 
 def job_output(agent: object, call: int, argument: dict) -> None:
-    """Reply with a range of a job's output, and its position.
+    """Reply with a range of a job's output: at most `limit` bytes from `offset` on, of the stream `stream`.
 
+    The result has the offset at which the bytes begin (see `Ring.part`), and the bytes written to the stream so far.
     The pieces are always labelled `stdout`: a call asks for one stream, and the host knows for which.
     """
     ring = find_job(agent, argument).rings[argument["stream"]]
@@ -450,7 +461,10 @@ def job_output(agent: object, call: int, argument: dict) -> None:
 
 
 def session_open(agent: object, call: int, argument: dict) -> None:
-    """Open a session, and reply with the number of its restarts, which is 0."""
+    """Open a session, and reply with the number of its restarts, which is 0.
+
+    `Shell` adds itself to `agent.shells`. Raises CallRefusal if the name is in use, or the shell cannot be started.
+    """
     name = argument["name"]
     if name in agent.shells:
         raise CallRefusal("busy", "a session named {!r} is open".format(name))
@@ -465,7 +479,10 @@ def find_shell(agent: object, argument: dict) -> Shell:
 
 
 def session_run(agent: object, call: int, argument: dict) -> None:
-    """Run a command in a session, after the session's earlier commands. `Shell.finish` sends the result."""
+    """Run a command in a session, after the session's earlier commands. `Shell.finish` sends the result.
+
+    The argument has the `name` of the session, and the fields that `Running` explains.
+    """
     shell = find_shell(agent, argument)
     running = Running(shell, agent.replier(call), argument)
     agent.calls[call] = running
@@ -485,7 +502,10 @@ def session_close(agent: object, call: int, argument: dict) -> None:
 
 
 def read(agent: object, call: int, argument: dict) -> None:
-    """Reply with a range of bytes of a file, and with values that identify the file, as `read_file` returns them."""
+    """Reply with a range of bytes of a file, and with values that identify the file, as `read_file` returns them.
+
+    The argument has `path`, and `offset` and `limit` in bytes; a `limit` above `READ_LIMIT` is lowered.
+    """
     limit = min(argument["limit"], READ_LIMIT)
     data, identity = read_file(agent.resolve(argument["path"]), argument["offset"], limit)
     for at in range(0, len(data), PIECE):
@@ -494,12 +514,15 @@ def read(agent: object, call: int, argument: dict) -> None:
 
 
 def write(agent: object, call: int, argument: dict) -> None:
-    """Begin to write a file. Its bytes follow in calls of `data` and a last one of `eof`, which sends the result."""
+    """Begin to write a file. Its bytes follow with the operation `data`, and the last ones with `eof`.
+
+    `eof` sends the result. The argument has the `path`, `mode` and `append` that `Write` explains.
+    """
     agent.calls[call] = Write(agent.resolve(argument["path"]), argument["mode"], argument["append"])
 
 
 def list_entries(agent: object, call: int, argument: dict) -> None:
-    """Reply with the entries of a folder."""
+    """Reply with the entries of the folder `path`, in chunks of many entries. Each entry is as `describe` makes it."""
     list_folder(agent.resolve(argument["path"]), lambda batch: agent.reply(call, CHUNK, ["list", batch]))
     agent.reply(call, RESULT, None)
 
@@ -532,7 +555,10 @@ def data(agent: object, call: int, argument: bytes) -> None:
 
 
 def eof(agent: object, call: int, argument: bytes) -> None:
-    """Take the last input for a command, or the last bytes of a file, which is then moved into its place."""
+    """Take the last input for a command, or the last bytes of a file, which is then moved into its place.
+
+    Dropped if the call has ended. A file that cannot be completed fails its call.
+    """
     target = agent.calls.get(call)
     if isinstance(target, Write):
         target.add(argument)
@@ -550,7 +576,7 @@ def credit(agent: object, call: int, argument: int) -> None:
 
 
 def cancel(agent: object, call: int, argument: object) -> None:
-    """Cancel the call with this number: nobody waits for its result any more."""
+    """Cancel the call with this number: nobody waits for its result any more. No frame answers this."""
     agent.abandon(call)
 
 
@@ -578,4 +604,5 @@ OPERATIONS = {
 }
 """Function of each operation, by the name that the host sends.
 
-Its arguments are the `BoxAgent`, the number of the call, and the argument that the host sent."""
+Its arguments are the `BoxAgent`, the number of the call, and the argument that the host sent: mostly a dict, which has
+gone through `texts`. A CallRefusal or OSError that it raises becomes the failure of the call."""

@@ -4,7 +4,8 @@
 Its arguments are the working directory and the network of the spec. It is no part of the agent.
 
 `facts` are settings that the kernel reports. `attempts` are actions that must fail: the name of the error that stopped
-each, or `worked`. No action harms a sandbox that is set up correctly.
+each, or `worked`. Each attempt is a function that returns if the action worked, and raises OSError if it was stopped;
+`attempt` calls it in a child process. No action harms a sandbox that is set up correctly.
 """
 
 import ctypes
@@ -73,7 +74,10 @@ def system_call(name: str, *arguments: int) -> None:
 
 
 def read(path: str) -> None:
-    """Read from a file. Engines hide some files behind an empty one, which counts as missing."""
+    """Read from a file. Raises OSError if it cannot be read or is empty.
+
+    Engines hide some files behind an empty one, which counts as missing.
+    """
     with open(path, "rb") as file:
         if not file.read(16):
             raise OSError(errno.ENOENT, "")
@@ -91,7 +95,7 @@ def create(path: str) -> None:
 
 
 def connect(address: tuple) -> None:
-    """Connect to an address over the network."""
+    """Connect to an address (IP address, port) over the network. Raises OSError, also after 2 s without answer."""
     with socket.socket() as connection:
         connection.settimeout(2)
         connection.connect(address)
@@ -119,7 +123,10 @@ def open_socket(family: int, kind: int) -> None:
 
 
 def use_32_bits() -> None:
-    """Make a 32-bit system call (getpid). The rules of a 64-bit filter do not cover it."""
+    """Make a 32-bit system call (getpid). The rules of a 64-bit seccomp filter do not cover it.
+
+    Raises OSError if the kernel refuses it, and on other processors. A filter may also kill the process.
+    """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, "")
     code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -131,7 +138,7 @@ def use_32_bits() -> None:
 
 
 def see_processes_of_the_host() -> None:
-    """See processes outside the sandbox."""
+    """See processes outside the sandbox. Raises OSError if process 1 is the agent."""
     with open("/proc/1/cmdline", "rb") as file:
         # Process 1 of a sandbox is the agent, whose command line has the text of `envs.sandbox.engines.bundle.LOADER`.
         if b"def get(n)" in file.read():
@@ -150,7 +157,7 @@ def kill_the_agent() -> None:
 
 def change_control_groups() -> None:
     """Open a file of a control group for writing. With one, a program could lift its limits, or escape: the machine's
-    kernel runs the program of `release_agent` when a group is empty."""
+    kernel runs the program of `release_agent` when a group is empty. Raises OSError if there is no such file."""
     for folder, _, files in os.walk("/sys/fs/cgroup"):
         for name in files:
             if name in CONTROLS and os.access(os.path.join(folder, name), os.W_OK):
@@ -160,7 +167,10 @@ def change_control_groups() -> None:
 
 
 def see_what_others_hold() -> None:
-    """Read locks, keys and counters of the whole machine, over which sandboxes could exchange data."""
+    """Read locks, keys and counters of the whole machine, over which sandboxes could exchange data.
+
+    Raises OSError if all of these files are hidden or empty.
+    """
     for path in ("/proc/locks", "/proc/key-users", "/proc/sys/fs/aio-nr", "/proc/sys/kernel/pty/nr"):
         if content(path):
             return
@@ -249,7 +259,7 @@ def attempt(function: object) -> str:
 
 
 def content(*paths: str) -> str:
-    """Return the content of the first readable file; empty if none can be read."""
+    """Return the content of the first readable file, without spaces around it; empty if none can be read."""
     for path in paths:
         try:
             with open(path) as file:
@@ -260,7 +270,12 @@ def content(*paths: str) -> str:
 
 
 def facts() -> dict:
-    """Return settings that the kernel reports. `envs.sandbox.doctor` compares them with the profile."""
+    """Return a `dict` from the name of each setting to its value. `envs.sandbox.doctor` compares them with the profile.
+
+    Settings of control groups and of /proc are texts as the kernel writes them; empty if it does not report them.
+    `cpus` is a number of cores, None without a limit. `sizes` has the bytes of each file system by its path.
+    `open_files` and `core` are hard limits, in descriptors and bytes.
+    """
     status = dict(line.split(":\t", 1) for line in content("/proc/self/status").splitlines() if ":\t" in line)
     sizes = {}
     for path in ("/tmp", "/run", "/var/tmp", "/dev/shm", sys.argv[1]):

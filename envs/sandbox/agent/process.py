@@ -131,7 +131,10 @@ class Launcher:
         return value
 
     def set_own_score(self, score: bytes) -> None:
-        """Set the agent's OOM score adjustment, which processes that it starts inherit."""
+        """Set the agent's OOM score adjustment, which processes that it starts inherit.
+
+        Does nothing if the agent's own score is not known, because it could not be restored.
+        """
         if self.own_score:
             os.pwrite(self.score_file, score, 0)
 
@@ -140,7 +143,8 @@ def forbid_writing_to_proc() -> bool:
     """Forbid this thread, and the processes that it starts, to write to files in /proc. Returns False on failure.
 
     Without write access to /proc no program can lower its OOM score. Landlock has only rules that allow, so there is
-    one for each folder of the root except /proc.
+    one for each folder of the root except /proc. The kernel accepts the rules because engines start sandboxes with
+    no_new_privs.
     """
     try:
         import _ctypes
@@ -175,9 +179,12 @@ def spawn(
 ) -> int:
     """Start a program in its own session and return its process id.
 
-    Forks, so that the child carries the command's number before it runs anything. While another process holds a lease
-    on the program's file, exec blocks for up to a minute. The agent waits only for `BEGIN_MS`; the child writes a later
-    failure to its standard error. Raises OSError if no process can be started, or if the program cannot be run.
+    Forks, so that the child carries the command's number before it runs anything. While another process holds a file
+    lease (`F_SETLEASE`) on the program, exec blocks for up to a minute. So the agent waits for `BEGIN_MS` only, and
+    then takes the program for started. The child writes a later failure to its standard error, and exits with 126.
+
+    Raises OSError if no process can be started, or if the child fails within that time: `cwd` is no folder, or the
+    program cannot be run.
 
     Args:
         path: file of the program.
@@ -219,7 +226,7 @@ def spawn(
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.execve(path, argv, env)
     except (OSError, ValueError) as error:
-        # A limit that cannot be set raises ValueError.
+        # A limit that cannot be set, and a zero byte in a text, raise ValueError, which has no errno.
         code = getattr(error, "errno", errno.EPERM)
         # The agent may have closed its end of the pipe already.
         _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
@@ -233,7 +240,10 @@ def spawn(
 
 
 def fail(code: int, text: str) -> None:
-    """End a child process like a shell that cannot run a program: with this exit code and this error message."""
+    """End a child process like a shell that cannot run a program: with this exit code and this error message.
+
+    Called in the child of `spawn` or `fork_call`. Its standard error is already the command's.
+    """
     os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
     os._exit(code)
 
@@ -242,8 +252,9 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
     """Run `function` in a child process in a session of its own, and return its process id.
 
     Used for a worker of the agent, such as one that unpacks a tree, and for a program that cannot be run: the child
-    then writes the error and exits as a shell would (`fail`). The child carries no command's number. An error of the
-    function is written to the child's standard error, with exit code 1.
+    then writes the error and exits as a shell would (`fail`). The child carries no command's number; `tree` finds it by
+    its session. An error of the function is written to the child's standard error, with exit code 1. Raises OSError if
+    no process can be started.
 
     `files` maps the child's descriptors, which are 0 to 2, to ours. Higher ones are closed, so that a path through
     /proc/self/fd reaches none of ours.
@@ -341,7 +352,7 @@ def send_to_group(group: int, number: int) -> None:
 class Ring:
     """Kept part of an output stream: its first and its last `limit` / 2 bytes. The bytes between are dropped.
 
-    Each command has one for its output and one for its errors.
+    Each command has one for its output and one for its errors. They stay empty if the output is streamed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -378,10 +389,10 @@ class Ring:
         return self.total > self.head_limit + self.tail_limit
 
     def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
-        """Return at most `limit` kept bytes from `offset` on, after the offset at which they really begin.
+        """Return kept bytes from `offset` on, at most `limit`, as a pair: the offset where they begin, and the bytes.
 
-        `offset` counts from the beginning of the stream. If the bytes there were dropped, the result begins with the
-        next kept ones.
+        Offsets count from the beginning of the stream. If the bytes at `offset` were dropped, the result begins with
+        the next kept ones. At or after the end of the stream it is the offset of the end, and no bytes.
         """
         content = self.content()
         if offset < len(self.head):
@@ -471,7 +482,7 @@ class InputFeed:
     def add(self, data: bytes, last: bool = False) -> None:
         """Queue bytes for the command. `last` is True if the input ends after them."""
         if self.fd < 0:
-            # The input is closed; the host may go on sending.
+            # The input is closed, but the host may go on sending. Without credit it would wait for ever.
             self.grant(len(data))
             return
         self.waiting += data
@@ -602,18 +613,18 @@ def adopted() -> "list[int]":
     try:
         with open("/proc/self/task/{}/children".format(own), "rb") as file:
             return [int(word) for word in file.read().split()]
-    except OSError:  # A kernel may be built without this file. Those that have ended are then missing.
+    except OSError:  # A kernel may be built without this file. Children that have ended are then missing.
         return [stat.pid for stat in processes() if stat.parent == own]
 
 
 def tree(leader: int, number: int) -> "list[int]":
-    """Return the process ids of a command: its session and group, their descendants, and all with its number.
+    """Return the ids of a command's living processes: its session, its group, their descendants, all with its number.
 
     No single criterion is enough: a program can leave its session and lose its parent. Workers of the agent carry no
     number, and the number of another user's process cannot be read.
 
     Args:
-        leader: process that the command started with.
+        leader: id of the process that the command started with; its session and its group have the same id.
         number: number of the command.
     """
     inside = {leader}
@@ -622,9 +633,7 @@ def tree(leader: int, number: int) -> "list[int]":
     while grown:
         grown = False
         for stat in every:
-            if stat.pid not in inside and (
-                stat.session == leader or stat.group == leader or (stat.parent in inside and stat.parent != 0)
-            ):
+            if stat.pid not in inside and (stat.session == leader or stat.group == leader or stat.parent in inside):
                 inside.add(stat.pid)
                 grown = True
     inside.update(stat.pid for stat in every if stat.pid not in inside and number_of(stat.pid) == number)
@@ -660,6 +669,7 @@ class CommandNumbers:
     which must not take each other's processes for their own."""
 
     def __init__(self) -> None:
+        # Each of the 2^24 starts has room for 65,536 numbers. All stay below 2^40, and so far below `MIDDLE`.
         self.last = int.from_bytes(os.urandom(3), "big") << 16
         """Number that was given last."""
 
@@ -670,7 +680,10 @@ class CommandNumbers:
 
 
 def set_number(number: int) -> None:
-    """Give this process, and all that it starts later, the number of a command. Raises OSError or ValueError."""
+    """Give this process, and all that it starts later, the number of a command.
+
+    Raises OSError or ValueError if a limit cannot be set, because the process has a lower hard limit already.
+    """
     resource.setrlimit(UP, (MIDDLE + number, MIDDLE + number))
     resource.setrlimit(DOWN, (MIDDLE - number, MIDDLE - number))
 

@@ -192,7 +192,10 @@ class StatefulBash:
             return 0
 
     def send_command(self, command: bytes, answer: bytes) -> None:
-        """Send one command to the shell, and then the shell code `answer`, which prints the answer to the command."""
+        """Send one command to the shell, and then the shell code `answer`, which prints the answer to the command.
+
+        The command finds the exit code of the last one in `$?`.
+        """
         status = b"_flash_status %d; " % self.status if self.status else b""
         self.outgoing += TURN % (status, quote(command), answer)
         self.write()
@@ -242,6 +245,7 @@ class StatefulBash:
             self.answer = bytearray(fields[3])
             self.reading_state = True
             self.token = None
+            # This may begin the next command, and so set its token. The shell writes this command's state before.
             self.owner.finish({"exit_code": self.status, "signal": None})
 
     def take_state(self) -> bool:
@@ -249,7 +253,7 @@ class StatefulBash:
         state, end, after = self.answer.partition(b"\0")
         if len(state) > STATE_LIMIT:
             self.overflowing = True
-            state = bytearray()
+            state = bytearray()  # Of a state that is too long, nothing is kept in memory.
         if not end:
             self.answer = bytearray(state)
             return False
@@ -283,7 +287,8 @@ class Running:
         Args:
             shell: the `Shell` of the session.
             reply: function `(kind, body)` that sends the host a frame of the command's call.
-            request: argument of the operation `session_run`, with `command`, `timeout` and `limit`.
+            request: argument of the operation `session_run`. It has `command`, `timeout` in seconds from the command's
+                begin (and again for its wait in the queue), and `limit`, the bytes to keep of each output stream.
         """
         self.shell = shell
         self.reply = reply
@@ -350,6 +355,7 @@ class Running:
             self.timer = self.shell.agent.loop.later(CHECK, self.check)
             return
         kill_all(self.started_by)
+        # The shell may have been killed by another process, and reaped, during the grace.
         if self.shell.bash.pid > 0:
             send_signal([self.shell.bash.pid], _signal.SIGKILL)
 
@@ -405,7 +411,10 @@ class Shell:
         agent.shells[self.name] = self
 
     def run(self, running: Running) -> None:
-        """Queue a command. It waits for the earlier ones, for at most its timeout."""
+        """Queue a command. It waits for the earlier ones, for at most its timeout.
+
+        Raises CallRefusal if it has a zero byte, at which bash would cut it off.
+        """
         if "\0" in running.text:
             raise CallRefusal("request", "a command cannot contain a zero byte")
         self.queue.append(running)
@@ -505,10 +514,11 @@ class Shell:
         self.proceed()
 
     def interrupt(self) -> bool:
-        """Send SIGINT to the running command. Returns False if there is none."""
+        """Send SIGINT to the running command's processes and to the shell. Returns False if no command runs."""
         if self.current is None:
             return False
-        # Stopped meanwhile: a shell that finds its child dead before its own signal arrives begins the next command.
+        # A shell that finds its child dead before its own signal arrives would begin the next command of its list. So
+        # it is stopped, and goes on with its own signal: `send_signal` sends a SIGCONT after it.
         send_signal([self.bash.pid], _signal.SIGSTOP)
         send_signal([*self.current.started_by(), self.bash.pid], _signal.SIGINT)
         return True
@@ -517,7 +527,8 @@ class Shell:
         """Clean up after the shell's end: by `exit`, by a signal, or because we killed it.
 
         The running command's result has the shell's own exit code or signal, from the wait status `status`. The next
-        command starts a new shell.
+        command starts a new shell. `usage` is not used: it is the sum of all commands of this shell. `BoxAgent.reap`
+        calls this.
         """
         self.bash.clean_up()
         self.restarts += 1

@@ -44,8 +44,8 @@ class WireError(Exception):
 def pack(value: object, out: bytearray) -> None:
     """Append the msgpack form of a value to `out`.
 
-    Known types are None, bool, int, float, bytes, str, list, tuple and dict. Surrogates in a str are escaped: the host
-    decodes strict UTF-8.
+    Known types are None, bool, int of at most 64 bits, float, bytes, str, list, tuple and dict. Surrogates in a str are
+    escaped: the host decodes strict UTF-8.
     """
     if value is None:
         out.append(0xC0)
@@ -89,15 +89,16 @@ def frame(body: object) -> bytearray:
 def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
     """Return the msgpack value that begins at position `at` of `data`, and the position of its end.
 
-    `Frames.feed` decodes the body of a frame with it, and the loader the agent's options. Raises WireError, or
-    IndexError or struct.error at the end of the data, if the value is invalid.
+    `Frames.feed` decodes the body of a frame with it, and the loader the agent's options. If the value is invalid, it
+    raises WireError; at the end of the data IndexError or struct.error; for a dict with such a key TypeError.
     """
     first = data[at]
     at += 1
+    # The first byte has the type, and for a small value also the number or the count of bytes, items or pairs.
     if first < 0x80:
         return first, at
     if first >= 0xE0:
-        return first - 256, at
+        return first - 256, at  # Numbers from -32 to -1.
     if first in SIMPLE:
         return SIMPLE[first], at
     if first < 0x90:
@@ -119,7 +120,8 @@ def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
 def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, int]":
     """Return the content of a value of several bytes or items, and the position of its end.
 
-    `kind` is `bin`, `str`, `list` or `dict`, and `count` the number of bytes, items or pairs.
+    `kind` is `bin`, `str`, `list` or `dict`, and `count` the number of bytes, items or pairs. Raises WireError if bytes
+    are missing, and the errors of `unpack` for an invalid item.
     """
     if kind in ("bin", "str"):
         raw = data[at : at + count]
@@ -143,7 +145,11 @@ class Frames:
         """Bytes of a frame that is not complete."""
 
     def feed(self, data: bytes) -> "list[object]":
-        """Add bytes, and return the bodies that are complete now. Raises WireError for invalid frames."""
+        """Add bytes, and return the bodies that are complete now.
+
+        Raises WireError for a frame that is too long or damaged, and the errors of `unpack` for an invalid body. The
+        stream cannot be read further then.
+        """
         self.buffer += data
         bodies = []
         start, end = 0, len(self.buffer)
@@ -167,6 +173,7 @@ class CallRefusal(Exception):
     """Error of a call that cannot be carried out. `BoxAgent.carry_out` sends it to the host as the call's failure."""
 
     def __init__(self, code: str, message: str) -> None:
+        """Make the error. `message` is for the host's caller."""
         super().__init__(message)
         self.code = code
         """Code by which the host chooses the class of its exception: `file`, `limit`, `busy`, `gone` or `request`."""

@@ -137,6 +137,12 @@ class Hello(msgspec.Struct, frozen=True):
 async def greet(link: Link, options: Options, seconds: float, prelude: str = "") -> bytes:
     """Start the agent at the other end of a link. Returns the bytes that it has sent after its answer.
 
+    Args:
+        link: link to the first process of the sandbox, which runs `BOOT`.
+        options: options of the agent.
+        seconds: time that it has to answer.
+        prelude: source that runs before the agent; for tests.
+
     Raises:
         SandboxStartError: the agent did not answer within `seconds`; or the first process of the sandbox ended, or sent
             too many other bytes. The message quotes the end of these bytes.
@@ -153,6 +159,7 @@ async def greet(link: Link, options: Options, seconds: float, prelude: str = "")
                 return rest
             data = await link.receive()
             if not data or len(got) > _NOISE_LIMIT:
+                # `transcript` has what the first process wrote to its standard error.
                 said = (got + data + link.transcript).decode("utf-8", "replace").strip()[-500:] or "nothing"
                 raise SandboxStartError(
                     f"the sandbox ended before its agent answered. Its output was: {said}. Its image needs a working "
