@@ -127,7 +127,7 @@ class Link(Protocol):
         ...
 
     async def receive(self) -> bytes:
-        """Wait for the next bytes; empty at the end of the stream."""
+        """Wait for the next bytes; empty at the end of the stream. Raises SandboxLostError if the connection broke."""
         ...
 
     async def aclose(self) -> None:
@@ -196,7 +196,7 @@ class Containers(Protocol):
         ...
 
     async def kill(self, container_id: str) -> None:
-        """Kill all processes of a container, without removing it."""
+        """Kill all processes of a container, without removing it. Raises SandboxLostError if there is no container."""
         ...
 
 
@@ -218,8 +218,8 @@ class Images(Protocol):
 
         Raises:
             SandboxLimitError: the layer is larger than `most`.
-            SandboxFileError: `files` cannot be stored until the engine takes them.
-            SandboxError: the engine failed, or did not answer in time. The image may exist, or may still be made.
+            SandboxError: the engine failed, or did not answer in time. The image may exist, or may still be made. Or
+                `files` cannot be stored until the engine takes them; their own errors pass through.
         """
         ...
 

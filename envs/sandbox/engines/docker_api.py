@@ -43,6 +43,7 @@ class AttachedLink:
     """Attached standard streams of a container's process: the `Link` to its agent."""
 
     def __init__(self, stream: Stream, container_id: str) -> None:
+        """Wrap a stream that the caller opens. `container_id` is for error messages."""
         self._stream = stream
         self._container_id = container_id
         self.transcript = b""
@@ -58,7 +59,10 @@ class AttachedLink:
             raise SandboxLostError(f"the link to container {self._container_id[:12]} broke: {error}") from error
 
     async def receive(self) -> bytes:
-        """Return the next bytes of standard output; empty at the end. Standard error is only kept in `transcript`."""
+        """Return the next bytes of standard output; empty at the end. Standard error is only kept in `transcript`.
+
+        Raises SandboxLostError if the connection broke.
+        """
         try:
             # Messages of the shell or of Python on standard error are not part of the agent's stream.
             while (message := await self._stream.read_out()) is not None and message.stream != STDOUT:
@@ -89,8 +93,6 @@ def _failing(error: type[SandboxError], what: str, url: str) -> Generator[None]:
     """
     try:
         yield
-    except SandboxError:
-        raise
     except TimeoutError as failure:
         raise SandboxTimeoutError(f"the engine at {url} did not answer {what} in time") from failure
     except (OSError, RuntimeError, aiohttp.ClientError, DockerError) as failure:
@@ -148,7 +150,10 @@ class DockerApi:
 
     @asynccontextmanager
     async def attach(self, container_id: str) -> AsyncGenerator[AttachedLink]:
-        """Attach to the standard streams of a container's first process."""
+        """Attach to the standard streams of a container's first process, for the time of the block.
+
+        Raises SandboxLostError or SandboxTimeoutError if the engine refuses that or does not answer.
+        """
         # No detach keys: with the default keys, bytes 16 and 17 of an upload would end the connection.
         container = self._docker.containers.container(container_id)
         stream = container.attach(stdin=True, stdout=True, stderr=True, detach_keys="")
@@ -159,7 +164,11 @@ class DockerApi:
     async def exec(
         self, container_id: str, command: Sequence[str], user: str, env: Mapping[str, str]
     ) -> AsyncGenerator[AttachedLink]:
-        """Run another process in a running container as this user, attached to its standard input and output."""
+        """Run another process in a running container as this user, attached to its standard input and output.
+
+        The end of the block closes the streams; the process ends by itself. `env` has variables that are added to the
+        container's. Raises SandboxLostError or SandboxTimeoutError if the engine refuses that or does not answer.
+        """
         async with self._executing:
             with (
                 _failing(SandboxLostError, f"exec in {container_id[:12]}", self.url),
@@ -174,7 +183,10 @@ class DockerApi:
 
     @asynccontextmanager
     async def _opened(self, stream: Stream, container_id: str) -> AsyncGenerator[AttachedLink]:
-        """Open a stream for the time of the block, within the deadline of a request."""
+        """Connect the attached stream of a container for the time of the block, within the deadline of a request.
+
+        Raises SandboxLostError or SandboxTimeoutError if it cannot be connected.
+        """
         link = AttachedLink(stream, container_id)
         try:
             with (

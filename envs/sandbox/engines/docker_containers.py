@@ -83,6 +83,7 @@ class Users:
     """
 
     def __init__(self, numbers: range) -> None:
+        """Begin with no id in use. `numbers` is the range of user ids."""
         self._numbers = numbers
         self._drawn: set[int] = set()
         """Reserved user ids, of containers that are being created."""
@@ -155,11 +156,15 @@ class DockerContainers:
         """Ids of containers in the engine's last list whose start an earlier process may have interrupted."""
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
-        """Create a container, with a user id of its own if its profile and the engine allow one, and return its id."""
+        """Create a container, with a user id of its own if its profile and the engine allow one, and return its id.
+
+        Raises the errors of `Containers.create`. The caller then deletes the container by its name, as it may exist.
+        """
         info = await self._info()
         podman = info.name.startswith("podman")
-        seccomp = _filter(profiles.check(spec).families, podman=podman, here=info.here)
-        number = self._users.draw() if profiles.check(spec).own_user and info.users else None
+        profile = profiles.check(spec)
+        seccomp = _filter(profile.families, podman=podman, here=info.here)
+        number = self._users.draw() if profile.own_user and info.users else None
         own = {} if number is None else {USER_LABEL: str(number)}
         config = profiles.container(
             spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp, mask_option=podman
@@ -199,7 +204,10 @@ class DockerContainers:
         return container_id
 
     async def start(self, container_id: str) -> None:
-        """Start the container's first process, which waits for a greeting."""
+        """Start the container's first process, which waits for a greeting.
+
+        Raises the errors of `Containers.start`. The container may run in spite of an error.
+        """
         # Stays in the set if the request fails: the engine may have started some of the processes all the same.
         self._half_started.add(container_id)
         await self._api.json(
@@ -211,7 +219,8 @@ class DockerContainers:
         """Return the state of a container; None if there is no such container.
 
         With `surely`, a container that the engine reports as running is checked again, because Podman may not have
-        noticed its end (`_has_ended`). Its exit code is then -1.
+        noticed its end (`_has_ended`). Its exit code is then -1. With `runtime`, the result names the runtime that the
+        container really runs under. Raises SandboxError if the engine fails.
         """
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
@@ -306,7 +315,10 @@ class DockerContainers:
         return LayerUse(int((found or {}).get("SizeRw") or 0))
 
     async def _runtime(self, found: Mapping[str, Any]) -> str:
-        """Return the name of the runtime that a container runs under."""
+        """Return the name or path of the runtime that a container runs under; empty if the engine does not report it.
+
+        `found` is the description of the container as `inspect` of the engine's API returns it.
+        """
         # Docker runs HostConfig.Runtime. Podman reports "oci" there, and the real runtime only in its own API.
         name = str(found["HostConfig"].get("Runtime") or "")
         if name != "oci":
@@ -315,7 +327,10 @@ class DockerContainers:
         return str(own.get("OCIRuntime", ""))
 
     async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
-        """Return all containers with these labels. Also notes their user ids, and which may be half started."""
+        """Return all containers with these labels. Also notes their user ids, and which may be half started.
+
+        An empty value matches any value of a label. Raises SandboxError if the engine fails.
+        """
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
         try:
@@ -344,13 +359,20 @@ class DockerContainers:
         ]
 
     async def kill(self, container_id: str) -> None:
-        """Kill the container's first process, and with it all others, as `Containers.kill` says."""
+        """Kill the container's first process, and with it all others, as `Containers.kill` says.
+
+        Raises SandboxLostError if the container does not run or does not exist.
+        """
         await self._api.json(
             f"containers/{container_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"}
         )
 
     async def delete(self, container_id: str) -> None:
-        """Kill and remove a container, given by id or name, and whatever the engine has left of it."""
+        """Kill and remove a container, given by id or name, and whatever the engine has left of it.
+
+        Does nothing if it is gone. Raises SandboxError if the engine fails. What the engine has left of a container is
+        found only by its id: a container that is deleted by its name was never started.
+        """
         params = {"force": "true", "v": "true"}
         await self._api.json(
             f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None

@@ -93,7 +93,10 @@ class DockerImages:
 
     @asynccontextmanager
     async def _paused(self, container_id: str) -> AsyncGenerator[None]:
-        """Pause a container's processes for the time of the block, so that `commit` gets files of one moment."""
+        """Pause a container's processes for the time of the block, so that `commit` gets files of one moment.
+
+        Raises SandboxError if they cannot be paused.
+        """
         path = f"containers/{container_id}"
         try:
             await self._pause(path)
@@ -104,7 +107,10 @@ class DockerImages:
                 await self._api.json(f"{path}/unpause", SandboxLostError, method="POST")
 
     async def _pause(self, path: str) -> None:
-        """Pause all processes of a container. Retries while the runtime fails."""
+        """Pause all processes of the container at the API's `path` (`containers/ID`). Retries while the runtime fails.
+
+        Raises the last SandboxLostError after the pauses of `PAUSES_S`; another error, such as a timeout, at once.
+        """
         for pause_s in (*PAUSES_S, None):
             try:
                 await self._api.json(f"{path}/pause", SandboxLostError, method="POST")
@@ -126,7 +132,10 @@ class DockerImages:
                 await anyio.sleep(RETRY_S)
 
     async def _commit(self, container_id: str, name: str, labels: Mapping[str, str]) -> int:
-        """Make an image of a container. Returns the bytes by which it is larger than the container's own image."""
+        """Make an image of a container. Returns the bytes by which it is larger than the container's own image.
+
+        `name` is REPOSITORY:TAG. Raises SandboxError; the engine may still make the image after a timeout.
+        """
         repository, _, tag = name.partition(":")
         made = await self._api.json(
             "commit",
@@ -170,7 +179,7 @@ class DockerImages:
         return {name: entry.get("Labels") or {} for entry in found for name in entry.get("RepoTags") or []}
 
     async def remove(self, name: str) -> None:
-        """Remove an image, if it exists. Raises SandboxError while a container uses it."""
+        """Remove an image, if it exists. Raises SandboxError if the engine fails, or while a container uses it."""
         await self._api.json(f"images/{name}", SandboxError, method="DELETE", missing=None)
 
 
@@ -200,6 +209,7 @@ async def _in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[Asy
             yield header.tobuf()
             while piece := await spool.read(1 << 18):
                 yield piece
+            # A file fills whole blocks of 512 bytes. Two empty blocks end the archive.
             yield b"\0" * (-size % 512 + 1024)
 
         yield archive()

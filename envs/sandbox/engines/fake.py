@@ -63,6 +63,7 @@ class FakeContainer:
     """A process that stands for a container."""
 
     def __init__(self, container_id: str, name: str, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
+        """Describe a container whose process was not started. `name` is the one that the caller of `create` chose."""
         self.container_id = container_id
         self.name = name
         self.spec = spec
@@ -90,6 +91,7 @@ class _ProcessLink:
     """Standard input and output of a local process, as a `Link`."""
 
     def __init__(self, process: Process) -> None:
+        """Use the streams of `process`, which was started with pipes."""
         assert process.stdin is not None
         assert process.stdout is not None
         self.transcript = b""
@@ -120,6 +122,7 @@ class FakeImages:
     """Folders of files that stand for images: any name exists, snapshots are kept."""
 
     def __init__(self, folder: Path) -> None:
+        """Begin without images. `folder` is where their folders are made."""
         self.kept: dict[str, tuple[Path, Mapping[str, str]]] = {}
         """Snapshots and images that were made, by name. One that is still here at the end of a test is a leak."""
         self._folder = folder
@@ -127,7 +130,10 @@ class FakeImages:
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
-        """Unpack the files into a folder that stands for the image, and return their size."""
+        """Unpack the files into a folder that stands for the image, and return the bytes of their archive.
+
+        Without `files` the image is empty. `most` has no effect.
+        """
         folder = self._folder / f"image-{len(self.kept)}-{name.replace('/', '-').replace(':', '-')}"
         folder.mkdir()
         content = io.BytesIO()
@@ -161,6 +167,7 @@ class FakeContainers:
     """Processes that stand for containers. `faults` are injected into their operations."""
 
     def __init__(self, folder: Path, images: FakeImages, faults: EngineFaults) -> None:
+        """Begin without containers. `folder` is where their folders are made; `images` has the files of snapshots."""
         self.kept: dict[str, FakeContainer] = {}
         """Containers that exist, by id. One that is still here at the end of a test is a leak."""
         self._folder = folder
@@ -180,7 +187,10 @@ class FakeContainers:
         return self.kept[container_id]
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
-        """Create a container with a folder, which gets the files of its image if that is a snapshot."""
+        """Create a container with a folder, which gets the files of its image if that is a snapshot.
+
+        Waits and raises as `faults` says.
+        """
         await anyio.sleep(self._faults.create_delay)
         if self._faults.create is not None:
             raise self._faults.create
@@ -199,7 +209,10 @@ class FakeContainers:
         return container_id
 
     async def start(self, container_id: str) -> None:
-        """Start the agent as a process in the container's folder."""
+        """Start the agent as a process in the container's folder. Waits and raises as `faults` says.
+
+        Raises SandboxLostError if there is no such container.
+        """
         await anyio.sleep(self._faults.start_delay)
         if self._faults.start is not None:
             raise self._faults.start
@@ -218,7 +231,7 @@ class FakeContainers:
             )
 
     async def inspect(self, container_id: str, *, runtime: bool = False, surely: bool = False) -> ContainerInfo | None:
-        """Return the state of a container, given by id or name; None if there is none."""
+        """Return the state of a container, given by id or name; None if there is none. `surely` has no effect."""
         container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
         return None if container is None else container.info(runtime=runtime)
 
@@ -231,7 +244,10 @@ class FakeContainers:
         return [container.info() for container in self.kept.values() if _match(container.labels, labels)]
 
     async def kill(self, container_id: str) -> None:
-        """Kill the agent and its descendants, as if the kernel had killed every process of the container."""
+        """Kill the agent and its descendants, as if the kernel had killed every process of the container.
+
+        Does nothing if it does not run. Raises SandboxLostError if there is no such container.
+        """
         process = self.known(container_id).process
         if process is not None and process.returncode is None:
             self.known(container_id).killed = True
@@ -277,7 +293,10 @@ class FakeAgents:
 
     @asynccontextmanager
     async def attach(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
-        """Connect to the standard streams of the agent's process for the time of the block."""
+        """Connect to the standard streams of the agent's process for the time of the block.
+
+        Raises SandboxStartError if the container was not started, and SandboxLostError if it does not exist.
+        """
         process = self._containers.known(container_id).process
         if process is None:
             raise SandboxStartError(f"{container_id} was not started")
@@ -325,7 +344,16 @@ class FakeBackend:
     async def info(self) -> EngineInfo:
         """Return the properties of this machine, without isolation."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return EngineInfo("fake", "this process", False, (RUNTIME,), RUNTIME, os.cpu_count() or 1, memory, here=True)
+        return EngineInfo(
+            name="fake",
+            address="this process",
+            isolated=False,
+            runtimes=(RUNTIME,),
+            default_runtime=RUNTIME,
+            cpus=os.cpu_count() or 1,
+            memory=memory,
+            here=True,
+        )
 
 
 def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

@@ -193,7 +193,12 @@ def _add_removed(pid: int, devices: set[int], use: LayerUse, most: LayerUse) -> 
 
 
 def _processes(pid: int) -> list[int]:
-    """Return the processes of the control group of `pid`: those of its container. Empty if it has no own group."""
+    """Return the ids of the processes in the control group of `pid`, which are those of its container.
+
+    Empty if the container has no group of its own. Raises FileNotFoundError or ProcessLookupError if `pid` is gone.
+    """
+    # Each line is "number:controllers:path". Version 2 of control groups has one line without controllers; version 1
+    # has one file system for each set of controllers.
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for root in ("/sys/fs/cgroup", f"/sys/fs/cgroup/{controllers}"):

@@ -76,6 +76,7 @@ def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
             rules.append({**rule, "names": names})
     rules.append(_refuse(errno.EPERM, *sorted(REFUSED)))
     rules.append(_refuse(errno.EOPNOTSUPP, RESERVING))
+    # Without any of the flags that create namespaces.
     rules.append(_allow("clone", _argument(0, "MASKED_EQ", NAMESPACES)))
     # Its flags are in memory, where no filter can read them. On ENOSYS, programs use `clone` instead.
     rules.append(_refuse(errno.ENOSYS, "clone3"))
@@ -103,7 +104,7 @@ def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
     yield _allow("socketpair", _argument(0, "EQ", socket.AF_UNIX))
     refused = [_argument(0, "EQ", family) for family in range(max(families)) if family not in families]
     beyond = max(families)
-    if len(families) > 1:
+    if len(families) > 1:  # Only `INTERNET` has several.
         yield _allow("socket", _argument(0, "EQ", socket.AF_NETLINK), _argument(2, "EQ", 0))
         yield _refuse(
             errno.EAFNOSUPPORT, "socket", arguments=[_argument(0, "EQ", socket.AF_NETLINK), _argument(2, "NE", 0)]
@@ -117,7 +118,11 @@ def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _argument(place: int, compare: str, value: int) -> dict[str, Any]:
-    """Return a condition of a rule: the argument at this position compares with `value` by `EQ`, `NE`, `GT`, …."""
+    """Return a condition of a rule: the argument at this position compares with `value` by `EQ`, `NE` or `GT`.
+
+    With `MASKED_EQ`, none of the bits of `value` is set in the argument.
+    """
+    # Only `MASKED_EQ` uses `valueTwo`: the argument's bits under the mask `value` are equal to it.
     return {"index": place, "value": value, "valueTwo": 0, "op": f"SCMP_CMP_{compare}"}
 
 
@@ -133,7 +138,10 @@ def _refuse(number: int, *names: str, arguments: Sequence[dict[str, Any]] = ()) 
 
 @cache
 def filter_text(families: Sequence[int]) -> bytes | None:
-    """Return the filter as JSON; None if this machine has no default filter to derive it from."""
+    """Return the filter as JSON; None if this machine has no default filter to derive it from.
+
+    `families` is a tuple, so that the result can be cached: the filter is the same for each container.
+    """
     source = next((path for path in map(Path, DEFAULTS) if path.is_file()), None)
     if source is None:
         return None
