@@ -263,7 +263,9 @@ class Session(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name that the caller chose for the session."""
+        ...
 
     @property
     def restarts(self) -> int:
@@ -271,7 +273,13 @@ class Session(Protocol):
         ...
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        """Run one command. A timeout kills the shell and everything that the command started."""
+        """Run one command. After `timeout` seconds, the shell and everything that the command started are killed.
+
+        Raises:
+            SandboxBusyError: the earlier commands took all of `timeout` seconds.
+            SandboxRefusedError: the command or the timeout is wrong, or the shell did not report how the command ended.
+            SandboxError: the sandbox or the session has ended.
+        """
         ...
 
     async def interrupt(self) -> bool:
@@ -287,7 +295,9 @@ class Job(Protocol):
     """A command in the background. It ends with its sandbox."""
 
     @property
-    def job_id(self) -> str: ...
+    def job_id(self) -> str:
+        """Id by which the sandbox knows the job."""
+        ...
 
     async def poll(self) -> JobStatus:
         """Return the current state without waiting."""
@@ -306,14 +316,16 @@ class Job(Protocol):
         ...
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
-        """Return a range of the job's output."""
+        """Return kept bytes of one stream: at most `limit`, from byte `offset` of the stream on."""
         ...
 
 
 class Terminal(Protocol):
     """A running program on a pseudo-terminal, with bytes in both directions."""
 
-    async def write(self, data: bytes) -> None: ...
+    async def write(self, data: bytes) -> None:
+        """Type these bytes. Waits while the program does not read."""
+        ...
 
     async def read(self) -> bytes:
         """Return the next bytes of output; empty once the program has ended."""

@@ -55,7 +55,8 @@ class Commands:
 
         With `patience`, time in which the command was ready to run but had no CPU does not count towards `timeout`,
         until `patience` seconds have passed on the clock. Other processes of the group are killed when the command has
-        ended; use `start` for commands that should go on. `env` is added to the sandbox's own variables.
+        ended; use `start` for commands that should go on. `stdin` is the whole input of the command, `env` is added to
+        the sandbox's own variables, and `cwd` is the folder where it starts; None: the working directory.
 
         Raises:
             SandboxRefusedError: an argument is wrong.
@@ -123,7 +124,11 @@ class Archives:
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
         """Unpack a tar archive in the sandbox as the file or folder `path` while its pieces arrive.
 
-        `size` is the number of bytes of the archive, if it is known in advance.
+        `size` is the number of bytes of the archive; None if it is not known in advance.
+
+        Raises:
+            SandboxFileError: the sandbox cannot have the file or folder `path`, or the archive is damaged.
+            SandboxLimitError: the disk of the sandbox is full.
         """
         raise _refused(self, "put_archive")
 
@@ -143,7 +148,7 @@ class Files(Archives):
     """Limits of uploads and downloads."""
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return bytes of a regular file; fewer than `limit` only at its end.
+        """Return bytes of a regular file from byte `offset` on: `limit` of them, or fewer at its end. None: all.
 
         Raises:
             SandboxFileError: the file cannot be read.
@@ -166,7 +171,12 @@ class Files(Archives):
         raise _refused(self, "write")
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        """Return the entries of a folder, sorted by name. For a file, return its own entry."""
+        """Return the entries of a folder, sorted by name. For a file or a link, return its own entry.
+
+        Raises:
+            SandboxFileError: there is no such folder, or it cannot be read.
+            SandboxLimitError: the folder has too many entries.
+        """
         raise _refused(self, "list")
 
     async def remove(self, path: str) -> None:
@@ -244,13 +254,14 @@ class Snapshots:
     async def snapshot(self) -> Snapshot:
         """Save the current files as an image. The snapshot outlives the sandbox.
 
-        A pool removes it after `PoolSettings.snapshot_s` seconds. A client of a service may remove it earlier.
+        A pool removes it after `PoolSettings.snapshot_s` seconds. A client of a service may remove it earlier. Raises
+        SandboxError if it cannot be made.
         """
         raise _refused(self, "snapshot")
 
     async def fork(self, count: int) -> Sequence[Sandbox]:
         """Start `count` new sandboxes with the same files, and return them. They are closed with this one at the
-        latest."""
+        latest. Raises SandboxError if one cannot be started; none is left then."""
         raise _refused(self, "fork")
 
 

@@ -88,6 +88,7 @@ class _Packing:
     """State of one call of `pack`: the archive, and its entries so far."""
 
     def __init__(self, archive: tarfile.TarFile, limits: TreeLimits) -> None:
+        """Begin with an empty `archive`, which is open for writing."""
         self._archive = archive
         self._limits = limits
         self._bytes = 0
@@ -112,7 +113,10 @@ class _Packing:
             os.close(top)
 
     def entry(self, member: str, name: str, folder: int) -> None:
-        """Add the entry `name` of the open folder `folder` as `member` of the archive. Links are not followed."""
+        """Add the entry `name` of the open folder `folder` as `member` of the archive. Links are not followed.
+
+        Raises OSError if it cannot be read, and the errors of `file`.
+        """
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
             info = self._info(member, status)
@@ -126,7 +130,11 @@ class _Packing:
             self.file(member, os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder))
 
     def file(self, member: str, descriptor: int) -> None:
-        """Add an open file as `member` of the archive, and close it."""
+        """Add an open file as `member` of the archive, and close it.
+
+        Raises SandboxFileError if it is no regular file, SandboxLimitError beyond the limits, and OSError if the file
+        becomes shorter meanwhile.
+        """
         with open(descriptor, "rb") as content:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -207,6 +215,7 @@ class _Unpacking:
     """State of one call of `unpack`: the new folder, and the entries of the archive so far."""
 
     def __init__(self, root: Path, limits: TreeLimits, what: str) -> None:
+        """Begin without entries. `run` creates the folder `root`. `what` names the transfer in error messages."""
         self._root = root
         self._what = what
         self._limits = limits
@@ -222,7 +231,8 @@ class _Unpacking:
     def run(self, source: IO[bytes]) -> bool:
         """Unpack the archive. Returns True if it holds one file instead of a tree.
 
-        Links are created at the end, so that no entry is written through one.
+        Links are created at the end, so that no entry is written through one. Raises SandboxLimitError for an archive
+        that `unpack` refuses, and the errors of `tarfile` and of writing.
         """
         self._root.mkdir()
         single = False
@@ -297,7 +307,8 @@ class _Unpacking:
     def _folder(self, path: Path) -> None:
         """Create a folder and its missing parents. Its mode in the archive is ignored.
 
-        Each counts as an entry: one name may imply thousands of folders.
+        Each counts as an entry: one name may imply thousands of folders. Raises SandboxLimitError for too many entries,
+        or if a file or link has the path of a folder.
         """
         missing: list[Path] = []
         while path not in self._folders:

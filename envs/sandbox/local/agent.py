@@ -107,7 +107,11 @@ class AgentSandbox(Sandbox):
     """A sandbox whose methods are calls to its agent. The subclass `LocalSandbox` provides channel and lifecycle.
 
     Each call, except that of a terminal, waits for the agent for a bounded time, and then raises SandboxTimeoutError.
-    Every call raises SandboxLostError or SandboxClosedError if the sandbox has ended or ends meanwhile.
+    Every call raises SandboxLostError or SandboxClosedError if the sandbox has ended or ends meanwhile. If a call is
+    cancelled, the agent is notified and stops it, too. Relative paths begin at the working directory.
+
+    Parameters of commands: `timeout` and `patience` are seconds, `stdin` is the whole input, `env` has variables that
+    are added to the sandbox's own, and `cwd` is the folder where the command starts; None: the working directory.
     """
 
     @abstractmethod
@@ -207,7 +211,7 @@ class AgentSandbox(Sandbox):
         argument = command_argument(command, self.spec.output_limit, timeout, patience, env, cwd)
         channel = await self.channel()
         job_id = ""
-        # Shielded, because the agent keeps a job of which a cancelled call has not learned the id.
+        # Shielded: otherwise a cancelled call might leave a job of which nobody knows the id.
         with anyio.CancelScope(shield=True):
             job_id, _ = await channel.ask("start", argument, str, ANSWER_SECONDS)
         return AgentJob(self, job_id)
@@ -236,7 +240,10 @@ class AgentSandbox(Sandbox):
 
     @asynccontextmanager
     async def terminal(self, command: Command) -> AsyncGenerator[AgentTerminal]:
-        """Run a program on a pseudo-terminal for the time of the block. The end of the block kills it."""
+        """Run a program on a pseudo-terminal for the time of the block. The end of the block kills it.
+
+        It has no timeout. Raises SandboxRefusedError or SandboxLimitError for a command that no agent could run.
+        """
         argument = command_argument(command, self.spec.output_limit)
         argument |= {"tty": True, "stream": True, "credit": OUTPUT_WINDOW}
         channel = await self.channel()
@@ -249,19 +256,21 @@ class AgentSandbox(Sandbox):
     # ---- files
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return bytes of a regular file, from `offset` on: at most `limit`, or all.
+        """Return bytes of a regular file from byte `offset` on: at most `limit`, or all if it is None.
 
         Raises:
-            SandboxFileError: the file cannot be read, or changed meanwhile.
-            SandboxLimitError: more than `READ_LIMIT` bytes.
+            SandboxFileError: the file cannot be read, or changed meanwhile; or a number is negative.
+            SandboxLimitError: more than `READ_LIMIT` bytes are requested, or are there without a limit.
         """
         if offset < 0 or (limit is not None and limit < 0):
             raise SandboxFileError(f"{path}: offset and limit cannot be negative")
         if limit is not None and limit > READ_LIMIT:
             raise SandboxLimitError(f"{path}: one read gives {READ_LIMIT} bytes, not {limit}; read it in ranges")
         channel = await self.channel()
+        # One byte more than may be returned shows that the file is too long.
         wanted = READ_LIMIT + 1 if limit is None else limit
         data, first = bytearray(), None
+        # Also with a limit of 0 the agent is asked once, and reports a file that cannot be read.
         while len(data) < wanted or first is None:
             size = min(wanted - len(data), READ_PIECE)
             argument = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
@@ -279,7 +288,13 @@ class AgentSandbox(Sandbox):
         return bytes(data)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file atomically, or append to it, as `Files.write` says."""
+        """Replace a file atomically, or append to it, as `Files.write` says. `mode` is for a new or replaced file.
+
+        Raises:
+            SandboxLimitError: more than `WRITE_LIMIT` bytes, or the disk is full.
+            SandboxRefusedError: the mode is wrong, or the path cannot be encoded.
+            SandboxFileError: the file cannot be written.
+        """
         if len(data) > WRITE_LIMIT:
             raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
         if not 0 <= mode <= 0o777:
@@ -291,7 +306,12 @@ class AgentSandbox(Sandbox):
             await call.result(type(None))
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        """Return the entries of a folder, sorted by name."""
+        """Return the entries of a folder, sorted by name; for a file or a link, its own entry.
+
+        Raises:
+            SandboxFileError: there is no such folder, or it cannot be read.
+            SandboxLimitError: the folder has too many entries.
+        """
         channel = await self.channel()
         entries: list[FileInfo] = []
         async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
@@ -311,7 +331,10 @@ class AgentSandbox(Sandbox):
     # ---- trees
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
-        """Let a worker of the agent unpack a tar archive as `path`, while its pieces arrive."""
+        """Let a worker of the agent unpack a tar archive as `path`, while its pieces arrive.
+
+        `size`, the number of bytes, is not needed here. Raises the errors of `_check_worker`, and of `pieces`.
+        """
         channel = await self.channel()
         argument = self._work_argument("receive", path) | {"feed": True}
         room = 2 * self.spec.output_limit
@@ -391,12 +414,16 @@ class AgentJob:
     """A background job of the agent, which `AgentSandbox.start` returns. It implements `envs.sandbox.api.Job`."""
 
     def __init__(self, sandbox: AgentSandbox, job_id: str) -> None:
+        """Name a job that the agent of `sandbox` has started."""
         self._sandbox = sandbox
         self.job_id = job_id
         """Id that the agent chose."""
 
     async def poll(self) -> JobStatus:
-        """Return the current state, with the result if the job has ended."""
+        """Return the current state, with the result if the job has ended. Raises SandboxRefusedError if it is unknown.
+
+        The agent knows the last 1,000 jobs of a sandbox.
+        """
         channel = await self._sandbox.channel()
         form = tuple[bool, int, int]
         (running, out, err), _ = await channel.ask("job_poll", {"job": self.job_id}, form, ANSWER_SECONDS)
@@ -409,7 +436,7 @@ class AgentJob:
         return to_result(*await channel.ask("job_wait", {"job": self.job_id}, Ending, timeout, room=room))
 
     async def signal(self, name: str = "SIGTERM") -> None:
-        """Send a signal to the job's process group, as `Job.signal` says."""
+        """Send a signal to the job's process group, as `Job.signal` says. Raises SandboxRefusedError for no signal."""
         channel = await self._sandbox.channel()
         await channel.ask("job_signal", {"job": self.job_id, "signal": name}, type(None), ANSWER_SECONDS)
 
@@ -429,6 +456,7 @@ class AgentSession:
     """A shell that the agent keeps open under a name. It implements `envs.sandbox.api.Session`."""
 
     def __init__(self, sandbox: AgentSandbox, name: str) -> None:
+        """Name a shell of `sandbox`, which `AgentSandbox.session` opens and closes. The caller chose the name."""
         self._sandbox = sandbox
         self.name = name
         self.restarts = 0
@@ -469,12 +497,13 @@ class AgentTerminal:
     """
 
     def __init__(self, call: AgentCall) -> None:
+        """Use a call of the agent's operation `run`, which `AgentSandbox.terminal` ends."""
         self._call = call
         self._ended = False
         """True once the program has ended."""
 
     async def write(self, data: bytes) -> None:
-        """Type these bytes. Waits while the program does not read."""
+        """Type these bytes. Waits while the program does not read; drops them once it has ended."""
         await self._call.send(data)
 
     async def read(self) -> bytes:

@@ -145,6 +145,7 @@ class AgentCall:
     """A call to the agent that is in progress. Made by `Channel.open`."""
 
     def __init__(self, channel: Channel, number: int, room: int) -> None:
+        """Describe a call that `Channel.open` is about to send. The fields below explain `number` and `room`."""
         self._channel = channel
         self.number = number
         """Number of the call in its frames."""
@@ -164,8 +165,11 @@ class AgentCall:
     def receive(self, kind: int, value: msgspec.Raw) -> None:
         """Store a frame that has arrived for this call, or count its credit.
 
+        `Channel.run` calls this, and ends the channel if it raises.
+
         Raises:
             SandboxLostError: the agent has sent more output than it may, which would fill the host's memory.
+            msgspec.DecodeError: the credit is not a number.
         """
         if kind == AgentFrameKind.CREDIT:
             self._input_window += _COUNT.decode(value)
@@ -228,7 +232,8 @@ class AgentCall:
     async def _post_input(self, operation: str, piece: memoryview) -> None:
         """Send a piece of input with the operation `data` or `eof`. Waits while the agent has no room for it.
 
-        Input of a call that has ended is dropped: a command may end without reading all of it.
+        Input of a call that has ended is dropped: a command may end without reading all of it. The window may become
+        negative by less than one piece. Raises the channel's error if it is broken.
         """
         while self._input_window <= 0 and not self.ended:
             self._channel.check()
@@ -290,6 +295,7 @@ class Channel:
     def check(self) -> None:
         """Raise SandboxLostError or SandboxClosedError if the channel is broken."""
         if self._broken is not None:
+            # A new error each time: raising one object in many tasks would mix their tracebacks.
             raise type(self._broken)(str(self._broken))
 
     async def run(self) -> None:
@@ -331,14 +337,19 @@ class Channel:
         self.heard.set()
 
     async def post(self, number: int, operation: str, argument: object) -> None:
-        """Send one frame of the call with this number. Raises the channel's error if it is broken."""
+        """Send one frame of the call with this number. Raises the channel's error if it is broken.
+
+        Also raises SandboxLostError if the link breaks, and the errors of `encode`. A link sends a frame as a whole,
+        also if this task is cancelled while it waits.
+        """
         self.check()
         await self._link.send(encode(number, operation, argument))
 
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
         """Begin a call, and return it. The caller must `finish` it.
 
-        `room` is the number of bytes of output that the agent may send at first; `AgentCall.grant` adds to it.
+        `room` is the number of bytes of output that the agent may send at first; `AgentCall.grant` adds to it. Raises
+        the errors of `post`; nothing needs to be finished then.
         """
         self._numbers += 1
         # The additional bytes are for the result itself.

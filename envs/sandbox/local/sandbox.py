@@ -86,6 +86,7 @@ class SandboxContainer:
     def __init__(
         self, backend: Backend, spec: Spec, name: str | None, labels: Mapping[str, str] | None, adopt: str | None
     ) -> None:
+        """Describe the container. Nothing is sent to the engine before `begin`."""
         self._backend = backend
         self._spec = spec
         self._removals = 1
@@ -104,7 +105,7 @@ class SandboxContainer:
         own if that is taken over."""
 
     async def begin(self) -> None:
-        """Create and start the container, or find the one to take over. Raises SandboxError."""
+        """Create and start the container, or find the one to take over. Raises the SandboxError of a failure."""
         await (self._find() if self.adopted else self._make())
 
     async def _make(self) -> None:
@@ -112,6 +113,11 @@ class SandboxContainer:
 
         The creation is shielded from cancellation. If its request were cut off, the engine might create the container
         only after `remove` has deleted it.
+
+        Raises:
+            SandboxRefusedError: the engine does not have the runtime of the spec, or did not use it.
+            SandboxLostError: the container was gone right after its start.
+            SandboxError: the engine failed; see `Containers.create` and `Containers.start`.
         """
         runtime = self._spec.runtime
         if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
@@ -160,14 +166,16 @@ class SandboxContainer:
         It is also empty while the engine cannot be reached, because the container may still run.
         """
         try:
+            # `surely`: an engine whose monitor process was killed reports a dead container as running.
             found = await self._backend.containers.inspect(self.id, surely=True)
         except SandboxError:
             return ""
         if found is None:
             return "its container was removed by somebody else"
-        memory = ", for lack of memory" if found.oom_killed else ""
         if found.running:
             return ""
+        memory = ", for lack of memory" if found.oom_killed else ""
+        # -1: the engine has not noticed the end.
         code = "an unknown exit code" if found.exit_code == -1 else f"exit code {found.exit_code}"
         return f"its container ended with {code}{memory}"
 
@@ -188,7 +196,11 @@ class SandboxContainer:
             await anyio.sleep(max(pause_s, MEASURE_PAUSE * (anyio.current_time() - begun)))
 
     async def remove(self) -> None:
-        """Remove the container, with retries while the engine fails. Uses the name if the creation was not answered."""
+        """Remove the container, with retries while the engine fails; the caller bounds the time.
+
+        Uses the name if the creation was not answered. Then it removes `LATE_REMOVALS` times, because the engine may
+        create the container later.
+        """
         pause = FIRST_PAUSE
         while True:
             try:
@@ -224,7 +236,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
 class LocalSandbox(AgentSandbox):
     """A sandbox in a container of this machine's engine. See the module's docstring. An asynchronous context manager.
 
-    Entering the block creates the container and waits until the sandbox is ready.
+    Entering the block creates the container and waits until the sandbox is ready. The constructor raises
+    SandboxRefusedError for a spec that is wrong, or asks for something that its profile does not allow.
 
     Args:
         backend: the engine.
@@ -248,6 +261,7 @@ class LocalSandbox(AgentSandbox):
         settings: SandboxSettings | None = None,
         adopt: str | None = None,
     ) -> None:
+        """Check the spec and describe the sandbox. Entering the block creates the container."""
         profiles.check(spec)
         self._backend = backend
         self._spec = spec
@@ -349,6 +363,7 @@ class LocalSandbox(AgentSandbox):
             SandboxClosedError: the sandbox was closed.
             SandboxError: the engine cannot make the image.
         """
+        # The engine may still have a container whose agent is gone. Its files must not be saved as if all were well.
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
@@ -385,6 +400,7 @@ class LocalSandbox(AgentSandbox):
         try:
             with anyio.move_on_after(self._settings.start) as scope:
                 await self._connect(scope, task_status)
+            # The deadline is that of the start; after a break of the link, it is that of reaching the agent again.
             if scope.cancelled_caught and self._state == "starting":
                 raise SandboxStartError(
                     f"the sandbox was not ready after {self._settings.start:g} s; look at the engine and its machine"
@@ -408,6 +424,9 @@ class LocalSandbox(AgentSandbox):
         Args:
             scope: cancel scope of the caller. Its deadline bounds the start, and later the time without a link.
             task_status: notified when the sandbox is ready.
+
+        Raises:
+            SandboxError: the start failed. Later errors only break the link, and are logged.
         """
         await self._container.begin()
         # Only the first link to a new container is its first process's own streams. Every later link is a new process
@@ -427,13 +446,15 @@ class LocalSandbox(AgentSandbox):
                 _log.warning("sandbox %s: %s", self._container.name, error)
             if self._ending.is_set():
                 return
+            # From here on, `channel` waits for the next link.
             if self._connected.is_set():
                 self._connected = anyio.Event()
             scope.deadline = min(scope.deadline, anyio.current_time() + self._settings.reconnect)
-            if gone := await self._container.why_gone():
+            gone = await self._container.why_gone()
+            if not gone and not self._surroundings.address:
+                gone = "its link broke, and a sandbox of its profile is not taken over"
+            if gone:
                 self._end("lost", gone)
-            elif not self._surroundings.address:
-                self._end("lost", "its link broke, and a sandbox of its profile is not taken over")
                 return
             opener = self._backend.agents.take_over
             await anyio.sleep(pause)
@@ -443,6 +464,7 @@ class LocalSandbox(AgentSandbox):
         """Start the agent, or prove to a running one that this process may take over. Returns the channel.
 
         `fresh` is True if the link leads to a first process that waits for the greeting, and not to a running agent.
+        Raises the errors of `Link.send` and `greet`: SandboxLostError and SandboxStartError.
         """
         if not fresh:
             await link.send(self._container.secret.encode())
@@ -462,7 +484,8 @@ class LocalSandbox(AgentSandbox):
         """Use this channel until it breaks or the sandbox ends.
 
         The first channel makes the sandbox ready: files of a snapshot are restored, and sessions of an earlier host are
-        closed. While the channel works, three tasks watch the agent's heartbeat, the deadline and the disk.
+        closed. While the channel works, tasks watch the agent's heartbeat, the deadline, and the disk unless the kernel
+        enforces its limit. The end of `channel.run`, or of the sandbox, cancels all of this at any await.
 
         Raises:
             SandboxStartError: the agent does not answer, or its working directory cannot be written to.
@@ -493,7 +516,7 @@ class LocalSandbox(AgentSandbox):
                     "user's; name another workdir, or make it with mode 1777"
                 )
             self._channel = channel
-            scope.deadline = math.inf
+            scope.deadline = math.inf  # Only the start, and the time without a link, are bounded.
             self._connected.set()
             if self._state == "starting":
                 self._state = "ready"
@@ -536,7 +559,7 @@ class LocalSandbox(AgentSandbox):
         self._end("closed", f"its deadline of {self._spec.deadline_s:g} s was over")
 
     async def _watch_disk(self) -> None:
-        """Close the sandbox when its layer exceeds the limits."""
+        """Close the sandbox when its layer exceeds the limits of its profile on size or number of files."""
         most = profiles.layer_limit(self._spec)
         use = await self._container.wait_layer_over(most, self._settings.disk_pause)
         if use.size > most.size:
