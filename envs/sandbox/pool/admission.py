@@ -56,7 +56,8 @@ class Demand(msgspec.Struct, frozen=True):
         return self.millicpus <= room.millicpus and self.memory_mib <= room.memory_mib
 
     def share_of(self, whole: Demand) -> float:
-        """Return the larger of the two fractions of `whole`: the resource that runs out first."""
+        """Return the larger of the two fractions of `whole`: that of the resource that runs out first."""
+        # A host that has not reported yet, or a pool of such hosts, has a `whole` of 0.
         return max(self.millicpus / max(whole.millicpus, 1), self.memory_mib / max(whole.memory_mib, 1))
 
 
@@ -281,7 +282,8 @@ class SandboxAdmission:
     def put_back(self, id: str, *, avoid: Iterable[str] = ()) -> None:
         """Put a granted request back into the queue: its sandbox did not start, or was lost and is to be replaced.
 
-        The request keeps its age, is overdue at once, and avoids the hosts in `avoid` if there are others.
+        The request keeps its age, is overdue at once, and avoids the hosts in `avoid` if there are others. Raises
+        KeyError if it has no grant.
         """
         granted = self._free_place(id)
         waiting = _Waiting(granted.request, granted.arrival, 0, late=True, avoid=frozenset(avoid))
@@ -307,7 +309,7 @@ class SandboxAdmission:
         return id in self._waiting
 
     def position(self, id: str) -> int:
-        """Return the number of waiting requests that are older."""
+        """Return the number of waiting requests that are older. Raises KeyError if the request does not wait."""
         return bisect_left(self._waiting_arrivals, self._waiting[id].arrival)
 
     def waiting(self) -> dict[str, int]:
@@ -319,7 +321,10 @@ class SandboxAdmission:
         return dict(self._usage)
 
     def why_waiting(self, id: str) -> str:
-        """Return the reason why a request waits, for the status and for the error message when its deadline passes."""
+        """Return the reason why a request waits, for the status and for the error message when its deadline passes.
+
+        Raises KeyError if the request does not wait.
+        """
         request = self._waiting[id].request
         if not could_ever_take(self._hosts.values(), request.demand, request.only):
             return self._too_large(request)

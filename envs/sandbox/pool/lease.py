@@ -77,6 +77,7 @@ class SandboxLease:
     """
 
     def __init__(self, id: str, order: LeaseOrder) -> None:
+        """Begin a lease without a sandbox or a place on a host. `id` is also the id of the sandbox for its holder."""
         self.id = id
         self.order = order
         self.spec = order.spec
@@ -294,10 +295,17 @@ class LeasedSandbox(Sandbox):
     """A sandbox under a lease of a pool, for the holder of the lease.
 
     `SandboxPool.acquire` gives it to programs of this process; the routes of the service use it for their clients. Each
-    method is one use of the lease, and calls the same method of the sandbox that the lease has at that moment.
+    method is one use of the lease, and calls the same method of the sandbox that the lease has at that moment. It
+    raises the errors of `SandboxLease.use`, and those of that sandbox.
+
+    Parameters: `timeout` and `patience` are seconds; with `patience`, time in which the command had no CPU does not
+    count towards `timeout`, until `patience` seconds have passed. `stdin` is the whole input, `env` adds variables, and
+    `cwd` is the folder of the command; None: the working directory, where relative paths begin. `offset` and `limit`
+    are bytes; a `limit` of None is the whole file. `mode` has the permissions of a new or replaced file.
     """
 
     def __init__(self, pool: LeasingPool, lease: SandboxLease) -> None:
+        """Give the holder of `lease`, which belongs to `pool`, its sandbox."""
         self._pool = pool
         self.lease = lease
 
@@ -449,6 +457,7 @@ class LeasedSession:
     """A `Session` whose commands are uses of the lease. `LeasedSandbox.session` yields it."""
 
     def __init__(self, lease: SandboxLease, sandbox: Sandbox, session: Session) -> None:
+        """Wrap `session`, an open session of `sandbox`, for the holder of `lease`."""
         self.lease = lease
         self._sandbox = sandbox
         """Sandbox of the session. The lease may have a later one."""

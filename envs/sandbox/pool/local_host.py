@@ -335,7 +335,7 @@ class LocalHost:
         """Start a sandbox with labels of this service. At most `starts_at_once` start at the same time.
 
         `deadline` is the unix time after which other services remove the container if they cannot tell that this one
-        still runs.
+        still runs. Raises the SandboxError of the start; the container may exist then.
         """
         identity = self._identity
         labels = Labels(
@@ -476,7 +476,7 @@ class LocalHost:
         ends = anyio.current_time() + lasting.deadline_s
         kept = False
         try:
-            ticket = Ticket(sandbox_id, "", "", lasting)
+            ticket = Ticket(sandbox_id, lease="", owner="", spec=lasting)
             sandbox = await self._make(ticket, self._wall() + lasting.deadline_s)
             self._warm_failures.succeeded(key)
             if sandbox.state == "ready":
@@ -549,6 +549,7 @@ class EngineMaker:
     """The `Maker` of one engine: creates, finds and removes its sandboxes. `open_maker` opens it."""
 
     def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
+        """Create a maker for the engine `backend`. `settings` are the deadlines of its sandboxes."""
         self._backend = backend
         self._tasks = tasks
         """Task group in which each sandbox lives."""
@@ -559,7 +560,7 @@ class EngineMaker:
         """Meter of the engine's machine; None if that is another machine than this one."""
 
     async def capacity(self) -> Demand:
-        """Return the resources of the engine's machine."""
+        """Return the resources of the engine's machine. Raises SandboxError if the engine does not answer at first."""
         if self._capacity is None:
             # Only once: a new meter has no earlier reading to compare with.
             info = await self._backend.info()
@@ -572,13 +573,19 @@ class EngineMaker:
         return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """Start a sandbox in a new container named `sandbox_id`, and return it once it is ready."""
+        """Start a sandbox in a new container named `sandbox_id`, and return it once it is ready.
+
+        Raises the SandboxError of a failed start.
+        """
         return await self._start_in_own_task(
             LocalSandbox(self._backend, spec, name=sandbox_id, labels=labels, settings=self._settings)
         )
 
     async def adopt(self, container: Container, spec: Spec) -> Sandbox:
-        """Take over a running container of an earlier run, and return its sandbox once its agent answers."""
+        """Take over a running container of an earlier run, and return its sandbox once its agent answers.
+
+        Raises SandboxError if it does not, and removes the container.
+        """
         return await self._start_in_own_task(
             LocalSandbox(self._backend, spec, adopt=container.id, settings=self._settings)
         )
@@ -586,17 +593,17 @@ class EngineMaker:
     async def containers(self) -> list[Container]:
         """Return every container and snapshot that has our labels, of any service.
 
-        `LocalHost` compares them with its records, and removes those that have no owner.
+        `LocalHost` compares them with its records, and removes those that have no owner. Raises SandboxError.
         """
         containers = await self._backend.containers.list({f"{PREFIX}service": ""})
         images = await self._backend.images.list({SNAPSHOT_LABEL: ""})
         return [
             *(Container(each.container_id, each.labels, each.running) for each in containers),
-            *(Container(name, labels, False, image=True) for name, labels in images.items()),
+            *(Container(name, labels, running=False, image=True) for name, labels in images.items()),
         ]
 
     async def remove(self, id: str, *, image: bool) -> None:
-        """Remove the image of a snapshot by its name, or a container by its id."""
+        """Remove the image of a snapshot by its name, or a container by its id. Raises SandboxError."""
         if image:
             await self._backend.images.remove(id)
         else:
@@ -606,7 +613,7 @@ class EngineMaker:
         """Start a sandbox in a task of its own, and return it once it is ready.
 
         The task goes on until the end of the sandbox. If the caller is cancelled before the sandbox is ready, the
-        sandbox ends.
+        sandbox ends. Raises the SandboxError of a failed start.
         """
         outcome = await self._tasks.start(self._live, sandbox)
         if isinstance(outcome, SandboxError):
@@ -636,7 +643,7 @@ class EngineMaker:
 
 @asynccontextmanager
 async def open_maker(backend: Backend, settings: SandboxSettings | None = None) -> AsyncGenerator[EngineMaker]:
-    """Open a maker for the time of the block."""
+    """Open a maker for the time of the block. At the end it ends all its sandboxes and removes their containers."""
     async with unwrapped_group() as tasks:
         yield EngineMaker(backend, tasks, settings or SandboxSettings())
         tasks.cancel_scope.cancel()

@@ -84,7 +84,7 @@ class OwnerAlive(Enum):
     YES = "yes"
     """The owner holds its lock."""
     NO = "no"
-    """Nobody holds the owner's lock, or its file is gone."""
+    """The owner's lock is free, or its file is gone."""
     UNKNOWN = "unknown"
     """The owner runs, or ran, on another machine, or its lock file cannot be read."""
 
@@ -162,6 +162,7 @@ class OwnerLock:
 
         Raises:
             ConfigError: another process holds the lock.
+            OSError: the file cannot be opened.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

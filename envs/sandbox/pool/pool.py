@@ -126,7 +126,10 @@ class SandboxPool:
             raise lease.error or SandboxStartError(f"sandbox {lease.id} was closed before it was ready: {lease.reason}")
 
     async def release(self, lease: SandboxLease, reason: str = "it was given back") -> None:
-        """End a lease and wait until its sandbox and records are removed, also when the caller is being cancelled."""
+        """End a lease and wait until its sandbox and records are removed, also when the caller is being cancelled.
+
+        It waits for at most `PoolSettings.close_s`; the task of the lease goes on afterwards.
+        """
         lease.end(reason)
         with anyio.move_on_after(self._settings.close_s, shield=True):
             await lease.done.wait()
@@ -141,6 +144,7 @@ class SandboxPool:
         """
         async with lease.use() as sandbox:
             snapshot = await sandbox.snapshot()
+            # Recorded before it is reported to the holder: a restarted service removes snapshots that it does not know.
             now = self._wall()
             kept = KeptSnapshot(
                 image=snapshot.spec.image,
@@ -164,6 +168,7 @@ class SandboxPool:
     async def forget(self, kept: KeptSnapshot) -> None:
         """Remove a snapshot. If a sandbox still runs from it, its host removes it later."""
         self.snapshots.remove(kept.image)
+        # A host that is not in the pool any more removes it when it is too old.
         if kept.host in {host.name for host in self.state.hosts()}:
             await self.state.host(kept.host).forget(kept.image)
         await self._journal.snapshots.drop(kept.image)

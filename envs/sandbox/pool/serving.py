@@ -222,12 +222,15 @@ class LeaseServer:
             return
         try:
             await self.journal.leases.put(lease.id, entry_of(lease, self.wall()))
+        except SandboxError as error:
+            _log.warning("lease %s: %s", lease.id, error)
 
 
 class Recovery:
     """Recovery of the leases of an earlier run of the service. `SandboxPool.begin` makes it once, at the start."""
 
     def __init__(self, server: LeaseServer, snapshots: SnapshotBook) -> None:
+        """Prepare the recovery. `server` goes on with the leases; `snapshots` are those of the earlier run."""
         self._server = server
         self._snapshots = snapshots
         self._state = server.state

@@ -83,7 +83,7 @@ class SimulatedMaker:
         """Return all containers and snapshots."""
         await self._answer(0.0)
         listed = [Container(id, sandbox.labels, sandbox.running) for id, sandbox in self.sandboxes.items()]
-        return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
+        return listed + [Container(name, labels, running=False, image=True) for name, labels in self.snapshots.items()]
 
     async def remove(self, id: str, *, image: bool) -> None:
         """Remove a snapshot or a container. A sandbox whose container is removed from outside is lost."""
@@ -150,7 +150,10 @@ class SimulatedSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Result:
-        """Sleep for `sleep SECONDS`; any other command takes no time."""
+        """Sleep for `sleep SECONDS`; any other command takes no time. It ends at `timeout` as if it were killed.
+
+        Raises SandboxLostError or SandboxClosedError if the sandbox has ended, or ends meanwhile.
+        """
         words = command.split() if isinstance(command, str) else list(command)
         seconds = float(words[1]) if words[:1] == ["sleep"] else 0.0
         self._check()
@@ -183,7 +186,10 @@ class SimulatedSandbox(Sandbox):
         return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
 
     async def close(self) -> None:
-        """Remove the container, and wait until it is gone. Does nothing if `SimulatedMaker.frozen` is set."""
+        """Remove the container, and wait until it is gone. Does nothing if `SimulatedMaker.frozen` is set.
+
+        Raises SandboxStartError if the engine is `down`; the sandbox has ended then, but its container stays.
+        """
         if self._maker.frozen:
             return
         if self._state == "ready":

@@ -406,6 +406,7 @@ class PoolState:
         if self.admission.is_waiting(lease.id):
             closed = [f"; {name}: {why}" for name in self._hosts if (why := self._why_not(name))]
             return self.admission.why_waiting(lease.id) + "".join(closed[:REASONS])
+        # A lease of an earlier run gets its host back only when that host has answered.
         return f"it is starting on {lease.host}" if lease.host else "its host does not answer"
 
     def position(self, lease: SandboxLease) -> int | None:
@@ -443,7 +444,7 @@ class PoolState:
         return self.failures.why_quarantined(name) or self._hosts[name].report().why
 
     async def changed_since(self, version: int) -> int:
-        """Wait until there is a newer version, and return its number."""
+        """Wait until the version is not `version` any more, and return its number; -1 differs from every version."""
         while self.version == version:
             await self._newer.wait()
         return self.version
@@ -515,5 +516,12 @@ class PoolState:
 
 
 def request_of(lease: SandboxLease, only: str | None = None) -> PlaceRequest:
-    """Return the lease's request for admission."""
-    return PlaceRequest(lease.id, lease.owner, demand(lease.spec), lease.order.priority, warm_key(lease.spec), only)
+    """Return the lease's request for admission. `only` names the single host that it accepts; None: any."""
+    return PlaceRequest(
+        id=lease.id,
+        owner=lease.owner,
+        demand=demand(lease.spec),
+        priority=lease.order.priority,
+        warm_key=warm_key(lease.spec),
+        only=only,
+    )
