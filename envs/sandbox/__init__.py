@@ -88,7 +88,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from its module."""
+    """Return a public name from its module, which is imported now. Raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "flash.errors" if name.endswith("Error") else _ELSEWHERE.get(name, "envs.sandbox.api")

@@ -427,7 +427,14 @@ def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Ht
 
 @asynccontextmanager
 async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient]:
-    """Connect to the service that the options name, for the time of the block."""
+    """Connect to the service that the options name, for the time of the block.
+
+    FLASH_SANDBOX_TOKEN takes precedence over the token file, whose `admin` token is used.
+
+    Raises:
+        ConfigError: the address, the token or the certificate cannot be used.
+        SandboxError: the service cannot be reached, or does not accept the token.
+    """
     from envs.sandbox.remote.client import SandboxClient, certificate_check, service_token
 
     verify = certificate_check(arguments.ca)
@@ -438,7 +445,10 @@ async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient
 
 @asynccontextmanager
 async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
-    """Yield the sandbox that `--in` names, or else a new one that ends with the block."""
+    """Yield the sandbox that `--in` names, or else a new one that ends with the block.
+
+    Raises SandboxError if there is no such sandbox, or none can be started.
+    """
     spec = None if arguments.sandbox else _spec(arguments)
     async with _client(arguments) as client:
         if spec is None:
@@ -451,7 +461,8 @@ async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
 async def _run(arguments: argparse.Namespace) -> int:
     """Run one command, and print its output as it arrives.
 
-    Returns an exit code as a shell would: 124 after a timeout.
+    Returns an exit code as a shell would: that of the command, 124 after a timeout, or 128 and the number of the signal
+    that ended it; `FAILED` without a result.
     """
     from envs.sandbox.api import Chunk
 
@@ -475,7 +486,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _list(arguments: argparse.Namespace) -> int:
-    """Print one line for each sandbox that the token may use."""
+    """Print one line for each sandbox that the token may use: id, state, owner, host (`-` without one) and image."""
     async with _client(arguments) as client:
         for info in await client.list():
             columns = (info.id, info.state, info.owner, info.host or "-", info.spec.image)
@@ -493,7 +504,7 @@ async def _remove(arguments: argparse.Namespace) -> int:
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:
-    """Measure a sandbox of this machine's engine, and print the findings. Returns 1 if a check failed."""
+    """Measure a sandbox of this machine's engine, and print the findings. Returns 1 if a check failed, else 0."""
     from envs.sandbox.doctor import doctor, lines
     from envs.sandbox.engines.docker import DockerBackend
 

@@ -276,6 +276,7 @@ def _settings(spec: Spec, facts: ProbeFacts, users: tuple[int, int] | None) -> I
         yield _same(f"size of {path}", str(size * profiles.MIB), str(facts.sizes.get(path, "missing")))
     yield _same("host name", "sandbox", facts.host_name)
     if spec.runtime and "runsc" in spec.runtime:
+        # gVisor is a kernel of its own, which reports this old version of Linux.
         gvisor = "gVisor" if "gvisor" in facts.kernel.lower() or "4.4.0" in facts.kernel else facts.kernel[:60]
         yield _same("kernel", "gVisor", gvisor)
 
@@ -317,7 +318,7 @@ async def _memory_bomb(sandbox: LocalSandbox) -> DoctorCheck:
 
 
 async def _disk(sandbox: LocalSandbox) -> list[DoctorCheck]:
-    """Check that /work holds no more than the disk limit.
+    """Check that the working directory holds no more than the disk limit, with a file that is 8 MiB larger.
 
     There is no check for profiles whose limit is only watched.
     """

@@ -58,6 +58,7 @@ def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
         ]
         apt = ["apt-get", "--yes", *(part for option in options for part in ("-o", option))]
         _run([*apt, "--download-only", "install", *packages])
+        # With an empty cache, apt lists all files, also those that it has just downloaded.
         listing = _run(
             [*apt, "--print-uris", "--reinstall", "install", *packages, "-o", "Dir::Cache::archives=/nowhere"]
         )
@@ -66,7 +67,7 @@ def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
 
 
 def unpack(debs: Sequence[Path], root: Path) -> None:
-    """Unpack packages into a root file system."""
+    """Unpack packages into a root file system. Raises ConfigError if one cannot be unpacked."""
     for name in _MERGED:
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(f"usr/{name}")
@@ -80,7 +81,10 @@ def unpack(debs: Sequence[Path], root: Path) -> None:
 
 
 def finish(root: Path) -> None:
-    """Add the files that maintainer scripts would have made, as far as sandboxes need them."""
+    """Add the files that maintainer scripts would have made, as far as sandboxes need them.
+
+    Raises ConfigError if a program of the image that does part of this fails.
+    """
     for name in ("etc", "work", "tmp", "run", "var/tmp", "proc", "sys", "dev", "root"):
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "etc/passwd").write_text(
@@ -91,6 +95,7 @@ def finish(root: Path) -> None:
     # A file system in memory takes over this mode, but not the folder's owner, so every user must be able to write.
     for name in ("run", "tmp", "var/tmp", "work"):
         (root / name).chmod(0o1777)
+    # For a recipe with busybox in place of bash and coreutils.
     busybox = root / "usr/bin/busybox"
     if busybox.exists() and not (root / "usr/bin/bash").exists():
         for applet in _run([str(busybox), "--list"]).split():

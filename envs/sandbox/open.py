@@ -99,6 +99,7 @@ class BoundedSandboxes:
         if waiting.cancelled_caught:
             raise SandboxBusyError(f"waited {deadline:g} s while all {self._most} sandboxes of this node were in use")
         try:
+            # At least a second for the order, also if the wait for a place took nearly all of the time.
             left = max(1.0, begin + deadline - anyio.current_time())
             async with self._provider.acquire(spec, owner=self._owner, deadline=left) as sandbox:
                 self._made += 1
@@ -108,12 +109,21 @@ class BoundedSandboxes:
 
     def stock(self) -> Stock:
         """Return the number of sandboxes in use, of waiting callers, and of sandboxes lent so far, as metrics."""
-        waiting = self._places.statistics().tasks_waiting
-        return Stock("sandboxes", self._most - self._places.value, 0, waiting, self._most, self._made)
+        return Stock(
+            name="sandboxes",
+            in_use=self._most - self._places.value,
+            ready=0,  # The provider keeps sandboxes ready, and has metrics of its own.
+            waiting=self._places.statistics().tasks_waiting,
+            most=self._most,
+            made=self._made,
+        )
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
-    """Open a pool over this machine's engine. Everything that it needs is closed with `stack`."""
+    """Open a pool over this machine's engine. Everything that it needs is closed with `stack`.
+
+    Raises ConfigError without an engine or a folder for its lock, and SandboxError if the engine does not answer.
+    """
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.pool.local_host import open_engine_host
     from envs.sandbox.pool.ownership import Identity, OwnerLock
@@ -133,7 +143,10 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
 
 
 async def _client(stack: AsyncExitStack, location: Location) -> SandboxProvider:
-    """Open a client of the service at `location`. It is closed with `stack`."""
+    """Open a client of the service at `location`. It is closed with `stack`.
+
+    Raises ConfigError if its token, certificate or address cannot be used, and SandboxError if it does not answer.
+    """
     from envs.sandbox.remote.client import SandboxClient, certificate_check, service_token
 
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(Path(location.token_file or ""))

@@ -308,6 +308,7 @@ class ProblemError(Exception):
     """A problem that ends a request, for cases that have no class in `flash.errors`."""
 
     def __init__(self, status: int, detail: str, cause: str = "") -> None:
+        """Make the error. `cause` is the class in `flash.errors` that the client raises; empty: by the status."""
         super().__init__(detail)
         self.problem = HttpProblem(title=TITLES[status], status=status, detail=encodable(detail), cause=cause)
 

@@ -109,6 +109,7 @@ class Tokens:
         """Return the name of the token with this secret; None if there is none."""
         given = _digest(token)
         found: str | None = None
+        # No early exit, so that the duration does not depend on the position of the token.
         for name, digest in self._digests.items():
             if hmac.compare_digest(digest, given):
                 found = name
@@ -159,7 +160,7 @@ def _token(path: Path, name: str, secret: str, words: list[str]) -> Token:
 
 
 def _make(path: Path) -> None:
-    """Create the token file with a token for `admin`, unless it exists."""
+    """Create the token file with a token for `admin`, unless it exists. Raises OSError if it cannot be created."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -163,7 +163,8 @@ class SandboxClient:
     ) -> AsyncGenerator[RemoteSandbox]:
         """Lease a sandbox for the time of the block, as `SandboxProvider` says.
 
-        An empty `owner` stands for the name of the token.
+        An empty `owner` stands for the name of the token. Raises SandboxBusyError if the sandbox is not ready within
+        `deadline` seconds, and the SandboxError of a failed order or start.
         """
         order = SandboxOrder(spec=spec, owner=owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
@@ -219,9 +220,9 @@ class SandboxClient:
             raise SandboxBusyError(f"waited {whole_wait:g} s for a sandbox of {info.spec.image}: {why}")
         if info.problem is not None:
             raise error_of(info.problem)
-        return info
         if info.state != "ready":
             raise SandboxStartError(f"sandbox {info.id} was closed before it was ready: {info.reason}")
+        return info
 
     def attach(self, info: Info) -> RemoteSandbox:
         """Return a sandbox of the service, and renew its lease for as long as this client is open.
@@ -233,7 +234,7 @@ class SandboxClient:
         return sandbox
 
     def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
-        """Run `work(argument)` in a task that ends with this client. Nobody waits for the task."""
+        """Run `work(argument)` in a task that ends with this client. Nobody waits for the task; it must not raise."""
         self._tasks.start_soon(work, argument)
 
     async def find(self, id: str) -> RemoteSandbox:
@@ -257,7 +258,10 @@ class SandboxClient:
         return await self.http.ask("GET", "/v1/status", Status, query=query, seconds=wait)
 
     async def end(self, id: str) -> None:
-        """End a sandbox, and wait until its container is removed."""
+        """End a sandbox, and wait until its container is removed.
+
+        Raises SandboxClosedError if there is no such sandbox for this token, and SandboxError for another failure.
+        """
         await self.http.ask("DELETE", f"/v1/sandboxes/{quote(id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def snapshots(self) -> list[SnapshotInfo]:
@@ -265,7 +269,7 @@ class SandboxClient:
         return (await self.http.ask("GET", "/v1/snapshots", SnapshotList)).snapshots
 
     async def forget(self, snapshot_id: str) -> None:
-        """Remove a snapshot that no sandbox runs from any more."""
+        """Remove a snapshot. Its host waits with the removal while a sandbox runs from it."""
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def _end_acquired(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
@@ -288,9 +292,18 @@ class RemoteSandbox(Sandbox):
 
     Its methods do what the same methods of `envs.sandbox.sandbox` say, with one request each. Texts with bytes that are
     not UTF-8 (surrogates in Python) cannot travel as they are, so `to_wire` and `from_wire` convert them.
+
+    Parameters: `timeout` and `patience` are seconds; with `patience`, time in which the command had no CPU does not
+    count towards `timeout`, until `patience` seconds have passed. `stdin` is the whole input, `env` adds variables, and
+    `cwd` is the folder of the command; None: the working directory, where relative paths begin. `offset` and `limit`
+    are bytes; a `limit` of None is the whole file. `mode` has the permissions of a new or replaced file.
+
+    Each method raises the SandboxError of the service, of the same class as in a local sandbox. SandboxLostError also
+    means that the service cannot be reached, and SandboxTimeoutError that it did not answer in time.
     """
 
     def __init__(self, client: SandboxClient, info: Info) -> None:
+        """Name a sandbox of the service. `info` is its state in the last response; the caller starts `renew`."""
         self._client = client
         self.http = client.http
         self._info = info
@@ -442,7 +455,10 @@ class RemoteSandbox(Sandbox):
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
-        """Open a shell for the time of the block. Its end is shielded from cancellation."""
+        """Open a shell for the time of the block. Its end is shielded from cancellation.
+
+        Raises SandboxBusyError if a shell of this name is open.
+        """
         info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
@@ -505,7 +521,10 @@ class RemoteSandbox(Sandbox):
     # ---- snapshots
 
     async def snapshot(self) -> Snapshot:
-        """Save the files as an image of the service, which keeps it for some time."""
+        """Save the files as an image of the service, which keeps it for some time.
+
+        The call has no idempotency key, so it is not repeated: after a SandboxLostError the snapshot may exist.
+        """
         return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=TREE_S)
 
     async def fork(self, count: int) -> Sequence[RemoteSandbox]:
@@ -527,6 +546,10 @@ class RemoteSandbox(Sandbox):
             answer: type of the response.
             body: body of the request.
             seconds: seconds that the call itself may take.
+
+        Raises:
+            SandboxLostError: the sandbox is lost, or it is unknown if the call was carried out.
+            SandboxError: the error of the service.
         """
         key = uuid4().hex
         try:
@@ -567,6 +590,7 @@ class RemoteSession:
     """A shell of a remote sandbox: the `Session` that `RemoteSandbox.session` yields."""
 
     def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
+        """Name an open session of `sandbox`, as the service described it."""
         self._sandbox = sandbox
         self._path = f"sessions/{info.name}"
         """Path of the session below that of its sandbox."""
@@ -607,6 +631,7 @@ class RemoteJob:
     """A background job of a remote sandbox: the `Job` that `RemoteSandbox.start` returns."""
 
     def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
+        """Name a job that was started in `sandbox`."""
         self._http = sandbox.http
         self._path = f"{sandbox.path}/jobs/{job_id}"
         """Path of the job in the service's API."""
@@ -649,8 +674,8 @@ class RemoteJob:
 async def lines_of(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield the lines of a streamed response.
 
-    Splits at newlines only. `Response.aiter_lines` also splits at characters such as U+2028, which JSON leaves as they
-    are in a text.
+    The last one may lack its newline. Splits at newlines only: `Response.aiter_lines` also splits at characters such as
+    U+2028, which JSON leaves as they are in a text.
     """
     rest = b""
     async for data in response.aiter_bytes():
@@ -662,9 +687,10 @@ async def lines_of(response: httpx.Response) -> AsyncGenerator[bytes]:
 
 
 def certificate_check(ca: Path | None) -> ssl.SSLContext | bool:
-    """Return how to check a service's certificate, for `SandboxClient`.
+    """Return how to check a service's certificate, for `SandboxClient`: by an SSL context, or True.
 
-    `ca` is the PEM file of the authority that has signed it; None: a public authority.
+    `ca` is the PEM file of the authority that has signed it. None: the result is True, which means the public
+    authorities.
 
     Raises:
         ConfigError: the file is not a certificate.

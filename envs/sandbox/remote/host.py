@@ -92,8 +92,16 @@ class RemoteHost:
         """Attach to the sandboxes of `tickets` that still live, and end all other sandboxes of this front.
 
         The idempotency key of each order was the id of its ticket, by which the sandbox is found. A sandbox without a
-        ticket has no lease at this front any more. `settled` is called only for tickets whose sandbox lives when the
-        host answers, with None if it then does not become ready. Raises SandboxError if the host cannot be reached.
+        ticket has no lease at this front any more. Returns the living sandboxes by the ids of their tickets.
+
+        Args:
+            tickets: tickets of the sandboxes that this front's leases had.
+            answered: called once the host has answered, before any sandbox is attached.
+            settled: called with the id of a ticket and its sandbox, only if the sandbox lives when the host answers.
+                The sandbox is None if it then does not become ready.
+
+        Raises:
+            SandboxError: the host cannot be reached.
         """
         status = await self._client.status()
         self._report = report_of(status)
@@ -127,7 +135,8 @@ class RemoteHost:
         """Keep the report up to date, until cancelled.
 
         Each request for the service's status returns when the status has changed, or after `POLL_S`. If the service
-        cannot be reached, the report says that it takes no sandboxes. The pool starts this in a task.
+        cannot be reached, the report says that it takes no sandboxes. The pool starts this in a task, and passes
+        `changed`, which is called after each new report.
         """
         task_status.started()
         version = -1
@@ -135,6 +144,7 @@ class RemoteHost:
             try:
                 status = await self._client.status(since=version, wait=POLL_S)
                 version, self._report = status.version, report_of(status)
+                changed()
             except SandboxError as error:
                 if self._report.accepts:
                     _log.warning("host %s: %s", self._name, error)
@@ -142,7 +152,6 @@ class RemoteHost:
                 version = -1
                 changed()
                 await anyio.sleep(RETRY_S)
-            changed()
 
     async def _give_up(self, order: SandboxOrder, key: str) -> None:
         """End the sandbox of an order whose start failed or was cancelled. Repeats the order to learn its id."""
@@ -181,7 +190,7 @@ def report_of(status: Status) -> HostReport:
 
 
 def _sum(status: Status) -> Demand:
-    """Return the resources of all hosts of the service together.
+    """Return the resources of all hosts of the service together, in thousandths of a CPU and in MiB.
 
     Hosts that take no sandboxes count too: a request that fits only on such a host waits for it, and is not refused.
     """
@@ -189,14 +198,17 @@ def _sum(status: Status) -> Demand:
 
 
 def _load(status: Status) -> MachineLoad | None:
-    """Return the total load of all machines of the service; None unless each machine is measured."""
+    """Return the total load of all machines of the service; None unless each machine is measured.
+
+    The number of busy CPUs alone is None if one machine was read too shortly ago to measure it.
+    """
     loads = [host.load for host in status.hosts if host.load is not None]
     if not loads or len(loads) < len(status.hosts):
         return None
     busy = [load.cpus_busy for load in loads if load.cpus_busy is not None]
     return MachineLoad(
-        sum(busy) if len(busy) == len(loads) else None,
-        sum(load.cpus for load in loads),
-        sum(load.memory_used_mib for load in loads),
-        sum(load.memory_mib for load in loads),
+        cpus_busy=sum(busy) if len(busy) == len(loads) else None,
+        cpus=sum(load.cpus for load in loads),
+        memory_used_mib=sum(load.memory_used_mib for load in loads),
+        memory_mib=sum(load.memory_mib for load in loads),
     )

@@ -61,7 +61,7 @@ class HttpClient:
         """
         self.url = url
         self._boot = ""
-        """Identifier of the service's last start, as its responses report it."""
+        """Identifier of the service's last start, as its responses report it; empty before the first response."""
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
         if unix is None and not url.startswith(("http://", "https://")):
             raise ConfigError(f"expected http://…, https://… or unix:/path as the address of the service, not {url!r}")
@@ -135,15 +135,19 @@ class HttpClient:
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
     async def put_bytes(self, path: str, query: Mapping[str, Any], data: bytes) -> None:
-        """Send the bytes of a file. The call is not repeated once bytes were sent: an append would happen twice."""
+        """Send the bytes of a file. The call is not repeated once bytes were sent: an append would happen twice.
+
+        Raises SandboxError.
+        """
+        # The service has `MARGIN_S` to write the file, and as much for its response.
         await self._send("PUT", path, data, query, {"content-type": BINARY}, MARGIN_S, "")
 
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
     ) -> None:
-        """Send bytes while they are produced. `size` is their number, if it is known.
+        """Send bytes while they are produced. `size` is their number; None if it is not known.
 
-        The call is not repeated once bytes were sent.
+        The call is not repeated once bytes were sent. Raises SandboxError, and the errors of `pieces`.
         """
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
         await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
@@ -238,6 +242,7 @@ class HttpClient:
                 if not (repeatable or error.unsent) or anyio.current_time() + pause >= give_up:
                     raise error.final from error
                 if not error.unsent and boot:
+                    # The service may have carried out the call. If it was restarted since, it cannot know, and says so.
                     headers["flash-boot"] = boot
             await anyio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)

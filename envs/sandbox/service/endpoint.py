@@ -177,6 +177,10 @@ async def once(call: ApiCall, body: msgspec.Struct, work: Callable[[], Awaitable
     For the endpoints that are `keyed`. `LeaseWork.once` remembers the results of a lease's calls. Without a key, the
     client cancels the work when it disconnects. `body` is the body of the call: a key that was used with another one is
     refused.
+
+    Raises:
+        SandboxLostError: the service was restarted since the client's first attempt, and does not know the key.
+        SandboxError, ProblemError: the errors of `LeaseWork.once`, or of `work`.
     """
     if not call.key:
         return await work()
@@ -201,6 +205,7 @@ class _Dispatcher:
     """Answers the requests to one path; each method has its own endpoint."""
 
     def __init__(self, service: Service, methods: Mapping[str, Endpoint]) -> None:
+        """Create the dispatcher of one path. `methods` has its endpoints by HTTP method."""
         self._service = service
         self._methods = methods
 
@@ -269,7 +274,10 @@ async def _unless_left(request: Request, handler: Handler) -> Any:
 
 
 def _query(endpoint: Endpoint, request: Request) -> dict[str, Any]:
-    """Return the handler's arguments that the query holds. Raises ProblemError if the query is not valid."""
+    """Return the handler's arguments that the query holds, with its defaults for missing ones.
+
+    Raises ProblemError if the query is not valid.
+    """
     if endpoint.query is None:
         return {}
     # Starlette's own parser is not used: it loses bytes that are not UTF-8, which file names may have.
@@ -288,7 +296,9 @@ async def _body(endpoint: Endpoint, request: Request) -> dict[str, Any]:
     """Return the handler's argument `body`; nothing if the handler reads the body itself, or takes none.
 
     Raises:
-        ProblemError: the body is not valid.
+        ProblemError: the body is not valid, or has another type than JSON and msgpack.
+        HTTPException: the body is too large, or too many large ones wait.
+        ClientDisconnect: the client has disconnected.
     """
     if isinstance(endpoint.body, str):
         return {}

@@ -4,6 +4,11 @@
 same method of the lease's sandbox, an `envs.sandbox.pool.lease.LeasedSandbox`. The docstrings of the functions are the
 summaries of the OpenAPI document, so they speak to the users of the API.
 
+The first argument, an `ApiCall`, has the `Service`, the name of the caller's `token`, and the variable parts of the
+`path`. It finds the lease of the path; each access to `renewed_lease()`, `sandbox` or `work` (sessions, jobs and keyed
+calls) also renews it, since its holder lives. A FlashError or ProblemError that a function raises is answered as a
+problem. A client that disconnects cancels the function.
+
 Trees travel as tar archives, piece by piece, and are never stored here. The sandbox unpacks an upload. The client
 unpacks a download with `envs.sandbox.trees`, which does not trust it.
 """
@@ -204,6 +209,7 @@ async def _read(call: ApiCall, path: Path, offset: Bytes = 0, limit: Bytes | Non
 @API.add("PUT", _FILES, takes=BINARY)
 async def _write(call: ApiCall, path: Path, mode: Mode = 0o644, append: bool = False) -> None:
     """Replace a file in one step, or append to it."""
+    # The HTTP server bounds the bytes of a body, and of all bodies in memory.
     data = await call.request.body()
     await call.sandbox.write(path, data, mode=mode, append=append)
 
@@ -299,6 +305,7 @@ class TreeStream(Response):
                 return problem_of(error)
             if self._broke is not None:
                 self._broke(error)
+            # `flash.http.server` stores the connection of a request there.
             scope["state"]["connection"].abort()
             await anyio.sleep_forever()  # until the disconnection is noticed and cancels this task
         return None

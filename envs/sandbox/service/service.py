@@ -47,6 +47,8 @@ JOBS_KEPT = 256
 SESSIONS_OPEN = 64
 """Sessions that may be open in one sandbox."""
 
+FAILURES_SHOWN = 10
+"""Most failures that a status lists with their messages."""
 WAITING_SHARE = 0.25
 """Share of the places in the wait queue that the requests of one token may take."""
 OTHERS = "others"
@@ -61,6 +63,7 @@ class _KeyedCall:
     """A call with an idempotency key, in progress or ended, and its result."""
 
     def __init__(self, digest: bytes = b"") -> None:
+        """Describe a call that has not ended."""
         self.digest = digest
         """Digest of the call's path and body; empty if only an error is kept for its key (`LeaseWork.keep_error`)."""
         self.done = anyio.Event()
@@ -80,6 +83,7 @@ class LeaseWork:
     """
 
     def __init__(self, pool: SandboxPool, lease: SandboxLease, tasks: TaskGroup) -> None:
+        """Begin without sessions, jobs and calls. `pool` has the lease."""
         self._pool = pool
         self._lease = lease
         self._tasks = tasks
@@ -104,6 +108,7 @@ class LeaseWork:
             SandboxBusyError: a session of this name is open.
             SandboxRefusedError: too many sessions are open.
             SandboxError: the session cannot be opened.
+            ProblemError: a bug of the service ended the session.
         """
         if name in self._ended:
             raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
@@ -118,7 +123,8 @@ class LeaseWork:
     async def _hold_session(self, name: str, *, task_status: TaskStatus[FlashError | ProblemError | Session]) -> None:
         """Open a session and hold it until it is closed, or the lease or its sandbox ends.
 
-        Reports the session, or the error that prevented it, as its started value.
+        Reports the session, or the error that prevented it, as its started value. If its sandbox is lost, the session
+        ends, although the lease may get another sandbox.
         """
         started = False
         try:
@@ -186,7 +192,7 @@ class LeaseWork:
         Raises:
             SandboxRefusedError: the key was used before for a call with another digest.
             SandboxBusyError: too many calls with keys are in progress.
-            SandboxError: the call failed.
+            SandboxError, ProblemError: the call failed.
         """
         answer = self._calls.get(key)
         if answer is None:
@@ -385,7 +391,7 @@ class Service:
             host=lease.host,
             generation=lease.generation,
             created_at=lease.created_at,
-            lease_s=min(lease.lease_s, 1e9),
+            lease_s=min(lease.lease_s, 1e9),  # A lease without renewals has infinity, which JSON cannot carry.
             position=state.position(lease),
             key=lease.order.key,
             waiting_for=state.why_waiting(lease) if lease.state == "queued" and not lease.done.is_set() else "",
@@ -418,7 +424,7 @@ class Service:
         return [kept for kept in self.pool.snapshots.all() if token in (ADMIN, kept.token)]
 
     async def forget(self, snapshot_id: str, token: str) -> None:
-        """Remove a snapshot. Does nothing if the token has no snapshot with this id."""
+        """Remove a snapshot. Does nothing if the token has no snapshot with this id, so that it can be repeated."""
         for kept in self.snapshots(token):
             if kept.snapshot_id == snapshot_id:
                 await self.pool.forget(kept)
@@ -455,7 +461,7 @@ class Service:
             queue=_queue_for(token, state.admission.waiting()),
             hit_rate=hits / requests if requests else None,
             failures=dict(state.failures.counts),
-            recent_failures=list(state.failures.recent)[-10:] if token == ADMIN else [],
+            recent_failures=list(state.failures.recent)[-FAILURES_SHOWN:] if token == ADMIN else [],
             images_put_aside=state.failures.images_put_aside() if token == ADMIN else {},
             sandboxes=[self.info(lease) for lease in self.visible(token)],
         )

@@ -60,7 +60,9 @@ def make_routes(service: Service) -> list[BaseRoute]:
 
 async def _http_problem(request: Request, error: Exception) -> Response:
     """Return Starlette's own errors, such as an unknown path, as a problem."""
+    # Starlette calls this only for the class that it was registered for.
     assert isinstance(error, HTTPException)
+    # Its router raises 404 and 405. Another status would have no title here.
     status = error.status_code if error.status_code in TITLES else 404
     return problem_response(
         ProblemError(status, f"{request.method} {request.url.path[:200]}: {TITLES[status]}").problem
@@ -133,7 +135,7 @@ class RecordLimit(logging.Filter):
         """Records in this minute, dropped ones included."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be logged."""
+        """Return True if the record is to be logged. Changes the first record after dropped ones, to report them."""
         minute = int(self._clock() // 60)
         dropped = 0
         if minute != self._minute:
