@@ -297,20 +297,24 @@ class DockerContainers:
         return False
 
     async def layer(self, container_id: str, most: LayerUse, *, holes: bool = False) -> LayerUse:
-        """Measure the container's own layer in a thread, or ask the engine if the layer is not on this machine.
+        """Measure the container's own layer in a thread, or ask the engine if the layer cannot be read here.
 
-        `Containers.layer` describes the parameters. `most` and `holes` have no effect if the engine is asked.
+        `Containers.layer` describes the parameters. `most` and `holes` have no effect if the engine is asked. Raises
+        SandboxError if the engine fails.
         """
         path = f"containers/{container_id}/json"
         found = await self._api.json(path, SandboxLostError, missing=None)
         if found is None:
             return LayerUse()
         folder = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
-        if folder and await self._is_here() and await anyio.Path(folder).is_dir():
-            pid = int(found["State"].get("Pid") or 0)
-            measure = partial(layer_use, Path(folder), pid, most, holes=holes)
-            return await anyio.to_thread.run_sync(measure, limiter=self._walking)
-        # An engine on another machine, or another storage driver: it counts only bytes, and does not stop at `most`.
+        # OSError: only root may enter the folders of Docker, or this process has no descriptor left.
+        with suppress(OSError):
+            if folder and await self._is_here() and await anyio.Path(folder).is_dir():
+                pid = int(found["State"].get("Pid") or 0)
+                measure = partial(layer_use, Path(folder), pid, most, holes=holes)
+                return await anyio.to_thread.run_sync(measure, limiter=self._walking)
+        # Also for an engine on another machine, or another storage driver. The engine counts only bytes, and does not
+        # stop at `most`.
         found = await self._api.json(path, SandboxLostError, params={"size": "true"}, missing=None)
         return LayerUse(int((found or {}).get("SizeRw") or 0))
 

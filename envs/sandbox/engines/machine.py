@@ -125,6 +125,9 @@ def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) ->
         pid: id of the container's first process; 0 if the container does not run.
         most: limits at which the measurement stops.
         holes: True to count sparse files with their full length, which they would have in an archive.
+
+    Raises:
+        OSError: the folder cannot be opened. A folder that is gone has no use.
     """
     use = LayerUse()
     with suppress(FileNotFoundError):

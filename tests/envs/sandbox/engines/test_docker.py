@@ -173,6 +173,13 @@ async def test_the_layer_of_a_container_elsewhere_is_not_looked_for_here(tmp_pat
             assert (await backend.containers.layer("1", LayerUse(100, 100))).size == size
 
 
+async def test_the_engine_measures_a_layer_whose_folder_cannot_be_entered_here(tmp_path):
+    # A name that is too long: no permission keeps root out.
+    described = {"State": {"Pid": 0}, "GraphDriver": {"Data": {"UpperDir": f"/{'x' * 300}"}}, "SizeRw": 7}
+    async with engine(tmp_path, {**VERSION, **HERE, "/1/json": (200, described)}) as backend:
+        assert (await backend.containers.layer("1", LayerUse(100, 100))).size == 7
+
+
 async def test_a_podman_elsewhere_gets_no_path_of_a_file_here(tmp_path):
     podman = {"/version": (200, {"ApiVersion": "1.41", "Version": "4.3.1", "Components": [{"Name": "Podman Engine"}]})}
     for place, named in ((ELSEWHERE, False), (HERE, True)):
