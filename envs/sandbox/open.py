@@ -47,7 +47,8 @@ def check_location(location: Location) -> None:
     for name, path in [("token_file", location.token_file), ("ca", location.ca)]:
         if path is not None and location.at == LOCAL:
             raise ConfigError(f"{name} belongs to a service, but at is `local`")
-        if path is not None and not Path(path).is_file():
+        # Not `Path.is_file`, which raises an error for a folder that this user may not enter.
+        if path is not None and not os.path.isfile(path):
             raise ConfigError(f"{name}: there is no file {path}")
     if location.at != LOCAL and location.token_file is None and "FLASH_SANDBOX_TOKEN" not in os.environ:
         raise ConfigError(f"the service at {location.at} needs a token: give token_file, or set FLASH_SANDBOX_TOKEN")

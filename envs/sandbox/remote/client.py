@@ -12,6 +12,7 @@ Each method of a `RemoteSandbox` is one HTTP request (`envs.sandbox.remote.http`
 from __future__ import annotations
 
 import builtins
+import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -707,9 +708,10 @@ def service_token(path: Path, name: str = ADMIN) -> str:
     `name` is the name of the token in the file.
 
     Raises:
-        ConfigError: there is no such file, or no token of this name in it.
+        ConfigError: there is no such file, it cannot be read, or it has no token of this name.
     """
-    if not path.exists():
+    # Not `Path.exists`, which raises an error for a folder that this user may not enter.
+    if not os.path.exists(path):
         raise ConfigError(f"there is no token file {path}; start the service, or name another one with --token-file")
     tokens = read_tokens(path)
     if name not in tokens:

@@ -12,10 +12,11 @@ from anyio.abc import SocketAttribute
 
 from envs.sandbox.api import Chunk, Exec, Result
 from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.open import Location, check_location
 from envs.sandbox.pool.lease import LeaseOrder
 from envs.sandbox.pool.local_host import open_maker
 from envs.sandbox.protocol import Info, SessionInfo, SessionResult
-from envs.sandbox.remote.client import RemoteSession, SandboxClient, certificate_check
+from envs.sandbox.remote.client import RemoteSession, SandboxClient, certificate_check, service_token
 from envs.sandbox.remote.http import REPEAT_S
 from flash.errors import (
     ConfigError,
@@ -30,6 +31,7 @@ from flash.errors import (
 )
 from flash.http.server import HttpAddress
 from tests.envs.sandbox.services import SPEC, TOKEN, running
+from tests.ordinary_user import as_ordinary_user
 
 pytestmark = pytest.mark.anyio
 
@@ -457,3 +459,16 @@ def test_an_authority_that_is_no_certificate_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="cannot be used as a certificate authority"):
             certificate_check(path)
     assert certificate_check(None) is True
+
+
+async def test_a_token_file_in_a_folder_that_may_not_be_entered_is_said_to_be_missing(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    try:
+        with as_ordinary_user():
+            with pytest.raises(ConfigError, match="there is no token file"):
+                service_token(closed / "tokens")
+            with pytest.raises(ConfigError, match="token_file: there is no file"):
+                check_location(Location(at="http://x", token_file=str(closed / "tokens")))
+    finally:
+        closed.chmod(0o700)
