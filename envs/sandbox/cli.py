@@ -194,7 +194,10 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ca(parser: argparse.ArgumentParser, help: str) -> None:
-    """Add the option `--ca`. Without it, the certificates of services must be signed by a public authority."""
+    """Add the option `--ca`. Without it, the certificates of services must be signed by a public authority.
+
+    `help` says which service's certificate is meant.
+    """
     parser.add_argument("--ca", type=Path, metavar="FILE.pem", help=f"{help} Default: the public authorities.")
 
 
@@ -343,7 +346,12 @@ async def _serve(arguments: argparse.Namespace) -> int:
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: OwnerLock) -> list[Host]:
     """Return the hosts of the service: the services of `--host`, or else this machine's engine. `stack` closes them.
 
-    `--engine`, `--warm` and `--users` are about this machine's engine, and have no effect with `--host`.
+    `--engine`, `--warm` and `--users` are about this machine's engine, and have no effect with `--host`. `service` is
+    the id of this service and `lock` its lock; both are in the labels of its containers.
+
+    Raises:
+        ConfigError: an option, a token file or the certificate cannot be used, or there is no engine.
+        SandboxError: a service of `--host` cannot be reached, or does not accept its token.
     """
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.docker_containers import USERS, parse_users

@@ -249,7 +249,10 @@ async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[D
 
 
 def _settings(spec: Spec, facts: ProbeFacts, users: tuple[int, int] | None) -> Iterator[DoctorCheck]:
-    """Compare the settings that the kernel reports with those that the profile and the spec promise."""
+    """Compare the settings that the kernel reports with those that the profile and the spec promise.
+
+    `users` is the range of user ids from which `strict` sandboxes get their own; None: they get none.
+    """
     profile = profiles.PROFILES[spec.profile]
     if profile.own_user and users:
         own = users[0] <= facts.uid <= users[1] and facts.gid == facts.uid

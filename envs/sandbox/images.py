@@ -40,7 +40,7 @@ _LEFT_OUT = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/in
 
 
 def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
-    """Download the packages and all their dependencies. Returns their .deb files.
+    """Download the packages and all their dependencies into the folder `cache`. Returns their .deb files.
 
     Apt gets an empty list of installed packages, because it otherwise leaves out what this machine has already.
 
@@ -67,7 +67,10 @@ def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
 
 
 def unpack(debs: Sequence[Path], root: Path) -> None:
-    """Unpack packages into a root file system. Raises ConfigError if one cannot be unpacked."""
+    """Unpack packages (.deb files) into the folder `root`, a new root file system.
+
+    Raises ConfigError if one cannot be unpacked.
+    """
     for name in _MERGED:
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(f"usr/{name}")
@@ -81,7 +84,7 @@ def unpack(debs: Sequence[Path], root: Path) -> None:
 
 
 def finish(root: Path) -> None:
-    """Add the files that maintainer scripts would have made, as far as sandboxes need them.
+    """Add the files to the root file system `root` that maintainer scripts would have made, if sandboxes need them.
 
     Raises ConfigError if a program of the image that does part of this fails.
     """
@@ -113,7 +116,7 @@ def finish(root: Path) -> None:
 
 
 def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
-    """Write the root file system of an image as a tar file.
+    """Write the root file system of an image as the tar file `target`. `cache` is the folder of downloaded packages.
 
     Raises:
         ConfigError: a package cannot be downloaded, or this machine is not a Debian.
@@ -127,7 +130,10 @@ def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
 
 
 def _run(command: Sequence[str], stdin: object = None, *, timeout_s: float = 600.0) -> str:
-    """Run a command and return its output. Raises ConfigError if it fails, with the end of its output."""
+    """Run a command and return its output. `stdin` is its input, an open file; None: that of this process.
+
+    Raises ConfigError, with the end of the output, if it fails, is missing, or runs for more than `timeout_s` seconds.
+    """
     try:
         done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=timeout_s)  # type: ignore[call-overload]
     except OSError as error:

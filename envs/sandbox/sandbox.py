@@ -97,7 +97,7 @@ class Commands:
     ) -> Job:
         """Start a command in the background, and return at once. Without a timeout it may run as long as the sandbox.
 
-        `timeout`, `patience`, `env` and `cwd` are those of `run`.
+        `timeout`, `patience`, `env` and `cwd` are those of `run`. Raises the errors of `run`.
         """
         raise _refused(self, "start")
 

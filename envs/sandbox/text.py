@@ -57,7 +57,7 @@ def from_wire(text: str) -> str:
         return text
 
     def byte(found: re.Match[str]) -> str:
-        """Return the surrogate of an encoded byte."""
+        """Return the surrogate of an encoded byte. Raises SandboxRefusedError for a zero byte alone."""
         if found[1] is None:
             raise _zero(text)
         return chr(0xDC00 + int(found[1], 16))

@@ -146,7 +146,7 @@ def read_tokens(path: Path) -> dict[str, Token]:
 
 
 def _token(path: Path, name: str, secret: str, words: list[str]) -> Token:
-    """Return the token of a line of the file. Raises ConfigError for an unknown grant."""
+    """Return the token of the line `name secret words…` of the file. Raises ConfigError for an unknown grant."""
     snapshots = SNAPSHOTS
     for word in words:
         if (number := _SNAPSHOTS.fullmatch(word)) is not None:

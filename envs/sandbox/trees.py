@@ -97,7 +97,10 @@ class _Packing:
         """Number of files, folders and links so far."""
 
     def tree(self, top: int) -> None:
-        """Add the content of an open folder."""
+        """Add the content of the open folder `top`, and close it.
+
+        Raises SandboxLimitError if it is too deep, OSError if a folder cannot be read, and the errors of `entry`.
+        """
 
         def complain(error: OSError) -> None:
             """Raise an error of `os.fwalk`, which by default leaves out folders that it cannot read."""
@@ -115,7 +118,7 @@ class _Packing:
     def entry(self, member: str, name: str, folder: int) -> None:
         """Add the entry `name` of the open folder `folder` as `member` of the archive. Links are not followed.
 
-        Raises OSError if it cannot be read, and the errors of `file`.
+        Raises OSError if it cannot be read, SandboxLimitError beyond the limits, and the errors of `file`.
         """
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
@@ -130,7 +133,7 @@ class _Packing:
             self.file(member, os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder))
 
     def file(self, member: str, descriptor: int) -> None:
-        """Add an open file as `member` of the archive, and close it.
+        """Add the open file `descriptor` as `member` of the archive, and close it.
 
         Raises SandboxFileError if it is no regular file, SandboxLimitError beyond the limits, and OSError if the file
         becomes shorter meanwhile.
@@ -150,7 +153,10 @@ class _Packing:
         return info
 
     def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
-        """Add one entry to the archive. Raises SandboxLimitError if the upload then exceeds the limits."""
+        """Add one entry to the archive; `content` is the open file of a regular one.
+
+        Raises SandboxLimitError if the upload then exceeds the limits.
+        """
         self._entries += 1
         if self._entries > self._limits.entries:
             raise SandboxLimitError(f"the upload has more than {self._limits.entries} entries")
@@ -162,7 +168,7 @@ class _Packing:
 
 
 def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "download") -> None:
-    """Unpack an archive that a sandbox sent, as `target`, which must not exist or be an empty folder.
+    """Unpack the archive `source`, which a sandbox sent, as `target`, which must not exist or be an empty folder.
 
     An archive of one file may replace a file. `what` names the transfer in error messages.
 

@@ -96,7 +96,10 @@ def leftovers(agent: object, shell: object, system: object) -> "set[int]":
 
 
 def descendants(roots: "set[int]", system: object = System) -> list:
-    """Return the `Stat` of each living descendant of these processes, without the roots themselves."""
+    """Return the `Stat` of each living descendant of these processes, without the roots themselves.
+
+    `system` has the functions on processes, as in `end_leftovers`.
+    """
     if not roots:
         return []  # Most commands leave nothing behind.
     inside, every, grown = set(roots), system.processes(), True
@@ -326,7 +329,7 @@ class Command:
         kill_all(lambda: tree(self.pid, self.number))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group of a job. SIGKILL reaches all processes of the command.
+        """Send the signal `number` to the process group of a job. SIGKILL reaches all processes of the command.
 
         Does nothing once the job has ended: its process id may be another's.
         """

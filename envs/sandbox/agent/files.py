@@ -42,7 +42,7 @@ MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def on_proc(fd: int) -> bool:
-    """Return True if an open file or folder is in /proc. False if no /proc is mounted."""
+    """Return True if `fd` is an open file or folder in /proc. False if no /proc is mounted."""
     try:
         return os.fstat(fd).st_dev == os.stat("/proc").st_dev
     except OSError:
@@ -76,10 +76,11 @@ def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tup
                 links += 1
                 if links > MOST_LINKS:
                     raise OSError(errno.ELOOP, "")
+                # A link in /proc is the kernel's own, such as /proc/self, and may lead to another place in /proc.
                 linked = linked or not on_proc(here)
                 here = step(here, "/") if target.startswith("/") else here
                 ahead += target.split("/")[::-1]
-            elif ahead or name == "..":
+            elif ahead or name == "..":  # A folder on the way.
                 here = step(here, name, make)
                 ahead = ahead or [""]  # After a final `..` the result is the name `.` in that folder.
             else:
@@ -164,7 +165,10 @@ class FolderChain:
         return self.here
 
     def find(self, path: str, start: int, make: bool) -> int:
-        """Return the open folder `path` below `start`, which stays open. Without `follow`, a link raises OSError."""
+        """Return the open folder `path` below `start`, which stays open. Without `follow`, a link raises OSError.
+
+        With `make`, missing folders are created.
+        """
         if self.follow:
             # The final slash makes the last part a folder to open, and not the name in it.
             return locate(path + "/", follow=True, make=make, start=start)[0]
@@ -384,7 +388,7 @@ def names_in(here: int, path: str, limit: int) -> "list[str]":
 
 
 def send_listing(here: int, names: "list[str]", send: object) -> None:
-    """Call `send` with the entries of these names in an open folder, 200 at a time, so that they fit in a frame.
+    """Call `send` with the entries of these names in the open folder `here`, 200 at a time: they must fit in a frame.
 
     The last call may have an empty list.
     """
@@ -484,7 +488,7 @@ def move_to(here: int, name: str) -> int:
 
 
 def remove_files(here: int) -> "list[str]":
-    """Remove everything in an open folder but its folders, and return the names of these folders."""
+    """Remove everything in the open folder `here` but its folders, and return the names of these folders."""
     folders = []
     for name in os.listdir(here):
         if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
@@ -517,7 +521,8 @@ def send_tree(path: str, most: "int | None" = None) -> None:
 
     A single file becomes an archive with one member named ".", so that it can be received under any name. A link to a
     tree is followed; links in the tree are sent as links. Runs in a worker process, which ends with it: descriptors are
-    left open on errors. An OSError names the entry that failed; the worker writes it to standard error.
+    left open on errors. Raises OSError, which names the entry that failed, and CallRefusal for a link into /proc; the
+    worker writes either to standard error.
     """
     import tarfile  # Not at the top: only workers need it, and each start of a sandbox would take longer.
 
@@ -628,7 +633,7 @@ def receive_tree(path: str) -> None:
 
 
 def receive_entry(archive: object, member: object, places: FolderChain) -> None:
-    """Create an archive's entry at its path below the folder of `places`.
+    """Create the entry `member` of an archive at its path below the folder of `places`.
 
     Links to folders on the way are followed, also out of that folder, but not into /proc. An existing file or link with
     this name is replaced. Raises OSError for a name with `..`, and for an entry that is neither a file, a folder, a

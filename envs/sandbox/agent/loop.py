@@ -34,9 +34,10 @@ class Loop:
         """Number of timers so far. It orders timers of one moment, because functions cannot be compared."""
 
     def watch(self, fd: int, on_read: object = None, on_write: object = None) -> None:
-        """Set the functions to call when a descriptor can be read or written. They replace the earlier ones.
+        """Call `on_read` when the descriptor `fd` can be read, `on_write` when it can be written; None: not.
 
-        Without functions, the descriptor is not watched any more. Must be called before it is closed.
+        They replace the earlier functions. Without functions, the descriptor is not watched any more; this is needed
+        before it is closed. An error or the end of the stream counts as readable and as writable.
         """
         known = fd in self.readers or fd in self.writers
         for table, function in ((self.readers, on_read), (self.writers, on_write)):

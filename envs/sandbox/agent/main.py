@@ -131,7 +131,7 @@ class BoxAgent:
         os._exit(0)
 
     def connect(self, source: int, sink: int) -> None:
-        """Serve the host at these descriptors, in place of an earlier one.
+        """Serve the host whose frames come from `source` and go to `sink`, in place of an earlier one.
 
         `run` connects the first host. `Listener` calls this when another host has proved that it knows the secret.
         """
@@ -361,7 +361,7 @@ def protect() -> bool:
 
 
 def main(options: dict) -> None:
-    """Run the agent. The loader calls this function."""
+    """Run the agent for ever. The loader calls this function. `options` are the fields of the host's `Options`."""
     BoxAgent(options).run()
 
 
@@ -531,7 +531,8 @@ def work(agent: object, call: int, argument: dict) -> None:
     """Run one of the agent's functions on a path in a child process, since it may need much time and memory.
 
     The child's standard input or output carries the archive of `receive` and `send`. `most`, only for `send`, is the
-    most bytes that the files of the tree may have. The working directory is never removed: later commands begin there.
+    most bytes that the files of the tree may have. The working directory is never removed: later commands begin there,
+    and the call raises CallRefusal.
     """
     path = agent.resolve(argument["path"])
     if argument["function"] == "remove" and contains(path, agent.workdir):

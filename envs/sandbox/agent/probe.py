@@ -108,17 +108,20 @@ def exists(paths: tuple) -> None:
 
 
 def raw(family: int, kind: int) -> None:
-    """Open a raw or packet socket, with which a program can read or forge traffic. 255 is the protocol IPPROTO_RAW."""
+    """Open a raw or packet socket, with which a program can read or forge traffic. 255 is the protocol IPPROTO_RAW.
+
+    `family` and `kind` are constants of the module `socket`.
+    """
     socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
 
 
 def set_limit(pid: int, which: int) -> None:
-    """Set a limit of a process to the value that it has: an attempt that works changes nothing."""
+    """Set the limit `which` (RLIMIT_…) of a process to the value that it has: an attempt that works changes nothing."""
     resource.prlimit(pid, which, resource.prlimit(pid, which))
 
 
 def open_socket(family: int, kind: int) -> None:
-    """Open a socket that is not connected."""
+    """Open a socket that is not connected. `family` and `kind` are constants of the module `socket`."""
     socket.socket(family, kind).close()
 
 
@@ -146,7 +149,10 @@ def see_processes_of_the_host() -> None:
 
 
 def kill_the_agent() -> None:
-    """Kill the first process of the sandbox. The kernel ignores signals to it that it does not handle."""
+    """Kill the first process of the sandbox. The kernel ignores signals to it that it does not handle.
+
+    Raises OSError if it still runs.
+    """
     os.kill(1, 9)
     os.kill(1, 19)
     # The calls succeed although the signals (SIGKILL, SIGSTOP) are ignored. An agent that still runs was not hit.

@@ -327,7 +327,7 @@ def unreadable_copy(path: str) -> int:
 
 
 def send_signal(pids: "list[int]", number: int) -> None:
-    """Signal each process that still lives. The id -1 stands for every process that we may signal, except us.
+    """Send the signal `number` to each process that still lives; the id -1: to every one that we may signal, except us.
 
     A SIGCONT follows every signal but SIGKILL and SIGSTOP, because a stopped process handles a signal only when it
     goes on. `Shell.interrupt` depends on that: it stops the shell first. `pids` may be any collection.
@@ -342,7 +342,7 @@ def send_signal(pids: "list[int]", number: int) -> None:
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Signal a process group, if it exists. All members get the signal at once, so no fork escapes it."""
+    """Send the signal `number` to a process group, if it exists. All members get it at once, so no fork escapes it."""
     try:
         os.killpg(group, number)
     except OSError:

@@ -411,7 +411,7 @@ class Shell:
         agent.shells[self.name] = self
 
     def run(self, running: Running) -> None:
-        """Queue a command. It waits for the earlier ones, for at most its timeout.
+        """Queue the command `running`. It waits for the earlier ones, for at most its timeout.
 
         Raises CallRefusal if it has a zero byte, at which bash would cut it off.
         """
@@ -438,7 +438,7 @@ class Shell:
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 
     def begin(self, running: Running) -> None:
-        """Give a command to the shell, and kill what earlier commands have left behind.
+        """Give the command `running` to the shell, and kill what earlier commands have left behind.
 
         Output that background processes wrote since the last command becomes the first output of this one. Raises
         CallRefusal if the leftovers cannot be ended.

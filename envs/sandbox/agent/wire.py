@@ -118,7 +118,7 @@ def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
 
 
 def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, int]":
-    """Return the content of a value of several bytes or items, and the position of its end.
+    """Return the content of a value of several bytes or items, which begins at position `at`, and the end's position.
 
     `kind` is `bin`, `str`, `list` or `dict`, and `count` the number of bytes, items or pairs. Raises WireError if bytes
     are missing, and the errors of `unpack` for an invalid item.

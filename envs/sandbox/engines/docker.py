@@ -205,7 +205,10 @@ def find_engine() -> str:
 
 
 def takeover_command(address: str) -> list[str]:
-    """Return the command of the process by which a new host process reaches the agent, at its abstract socket."""
+    """Return the command of the process by which a new host process reaches the agent, at its abstract socket.
+
+    `address` is the name of the socket.
+    """
     return ["/bin/sh", "-c", FIND_PYTHON, "relay", TAKEOVER_SCRIPT, address]
 
 
@@ -235,6 +238,9 @@ def takeover_environment(container: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_safe(folder: str, unsafe: tuple[str, ...]) -> bool:
-    """Return True if an entry of PATH is absolute, and not inside a folder where the sandbox's user can write."""
+    """Return True if an entry of PATH is absolute, and not inside a folder where the sandbox's user can write.
+
+    `unsafe` has these folders.
+    """
     path = posixpath.normpath(folder)
     return folder.startswith("/") and not any(path == each or path.startswith(f"{each}/") for each in unsafe)

@@ -109,7 +109,7 @@ class Users:
         return number
 
     def give_up(self, number: int) -> None:
-        """End a reservation: the container was not created, or `record` has noted its user id."""
+        """End the reservation of `number`: the container was not created, or `record` has noted its user id."""
         self._drawn.discard(number)
 
     def record(self, container_id: str, number: int) -> None:
@@ -117,7 +117,10 @@ class Users:
         self._used[container_id] = number
 
     def set_listed(self, numbers: dict[str, int]) -> None:
-        """Record the user ids of all containers that the engine lists, by container id, in place of the last list."""
+        """Record the user ids (`numbers`) of all containers that the engine lists, by container id.
+
+        They replace those of the last list.
+        """
         self._listed = numbers
 
     def release(self, container_id: str) -> None:

@@ -55,6 +55,10 @@ class DockerImages:
         Without `files`, the container is paused meanwhile, so that the files belong to one moment. With `files`, the
         working directory is in memory and no part of the container's layer. Then its archive goes into a second
         container, which never runs, and the image is made of that one.
+
+        Raises:
+            SandboxLimitError: without `files`, the layer has more than `most` bytes.
+            SandboxError: the engine failed, or there is no room for the archive here; or an error of `files`.
         """
         if files is None:
             async with self._paused(container_id):

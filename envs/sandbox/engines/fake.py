@@ -283,6 +283,7 @@ class FakeAgents:
     """Connections to the agents, which are these processes."""
 
     def __init__(self, containers: FakeContainers, prelude: str) -> None:
+        """Connect to the processes of `containers`."""
         self._containers = containers
         self.prelude = prelude
         """Source code that runs in each agent before its own."""

@@ -70,7 +70,10 @@ class MachineMeter:
         return MachineLoad(self._busy(cpus), cpus, used // _MIB, memory["MemTotal"] // _MIB)
 
     def _busy(self, cpus: int) -> float | None:
-        """Return the average number of busy processors since the last reading; None if that was too short ago."""
+        """Return the average number of busy processors since the last reading; None if that was too short ago.
+
+        `cpus` is the number of all processors. A reading that is too early is ignored: the next one goes back further.
+        """
         busy, total = self._ticks()
         busy_before, total_before = self._last
         if total - total_before < ENOUGH:
@@ -143,7 +146,8 @@ def layer_use(folder: Path, pid: int, most: LayerUse, *, holes: bool = False) ->
 def _add_tree(top: int, use: LayerUse, most: LayerUse, *, holes: bool) -> None:
     """Add the use of the open folder `top` to `use`, until it exceeds `most`. Closes the folder.
 
-    A file with several names counts once. A tree deeper than `DEPTH` counts as over the limit.
+    A file with several names counts once. A tree deeper than `DEPTH` counts as over the limit. With `holes`, a sparse
+    file counts with its full length. Raises OSError if `top` cannot be listed.
     """
     linked: set[int] = set()
     """Inode numbers of counted files that have several names."""
@@ -230,7 +234,10 @@ def kill_leftovers(ids: Collection[str]) -> int:
 
 
 def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int]:
-    """Return the processes that belong to one of these containers. Only tests replace `proc`."""
+    """Return the ids of the processes that belong to one of these containers, given by their full `ids`.
+
+    Only tests replace `proc`.
+    """
     found: list[int] = []
     for entry in os.scandir(proc):
         if not entry.name.isdigit():
@@ -263,7 +270,10 @@ def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _remove_group(folder: str) -> None:
-    """Remove one control group. Tries again while a process of it is ending."""
+    """Remove one control group, the folder `folder`. Tries again while a process of it is ending, for at most 1 s.
+
+    A group that cannot be removed stays.
+    """
     for _ in range(CHECKS):
         try:
             return os.rmdir(folder)

@@ -257,7 +257,15 @@ def container(
 
 
 def _tmpfs(spec: Spec, user_and_group: str | None, *, owned: bool) -> dict[str, str]:
-    """Return the mount options of each file system in memory. Programs may run from them: compilers write to /tmp."""
+    """Return the mount options of each file system in memory, by path, without /dev/shm, which the engine mounts.
+
+    Programs may run from them: compilers write to /tmp.
+
+    Args:
+        spec: the spec of the sandbox.
+        user_and_group: `UID:GID` of the sandbox's programs; None: those of the image.
+        owned: True if the engine can set the owner and the number of files of such a file system.
+    """
     # runc gives the mount the mode of the image's folder, and ignores `mode`. /run is often 755, so the user of the
     # sandbox must own the mount. Podman refuses an owner.
     owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group and owned else ""

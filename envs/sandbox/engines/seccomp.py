@@ -118,9 +118,9 @@ def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _argument(place: int, compare: str, value: int) -> dict[str, Any]:
-    """Return a condition of a rule: the argument at this position compares with `value` by `EQ`, `NE` or `GT`.
+    """Return a condition of a rule: the argument at position `place`, from 0 on, compares with `value` in this way.
 
-    With `MASKED_EQ`, none of the bits of `value` is set in the argument.
+    `compare` is `EQ`, `NE`, `GT` or `MASKED_EQ`. With `MASKED_EQ`, none of the bits of `value` is set in the argument.
     """
     # Only `MASKED_EQ` uses `valueTwo`: the argument's bits under the mask `value` are equal to it.
     return {"index": place, "value": value, "valueTwo": 0, "op": f"SCMP_CMP_{compare}"}
@@ -149,7 +149,7 @@ def filter_text(families: Sequence[int]) -> bytes | None:
 
 
 def podman_filter(families: Sequence[int]) -> Path:
-    """Write the filter to a file, unless it is there, and return its path.
+    """Write the filter that allows these socket families to a file, unless it is there, and return its path.
 
     Podman reads it at each start, and the system may clean the folder up, so this must be called for each container.
 

@@ -86,7 +86,7 @@ class Ending(Result, frozen=True):
 
 
 def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
-    """Return the result of a command, with the output by stream that was received before it."""
+    """Return the result of a command: the agent's report `ending`, with the output by stream that came before it."""
     return Result(
         ending.exit_code,
         ending.signal,
@@ -594,7 +594,8 @@ def _check_worker(path: str, ending: Ending, transcript: bytes = b"") -> None:
 async def _sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
     """Send all of `data` as input of a command while the block waits for the result.
 
-    The end of the block ends the sending, since a command may end without reading its input.
+    The end of the block ends the sending, since a command may end without reading its input. Raises the error of the
+    block; errors of the sending are ignored.
     """
     body_error: BaseException | None = None
     async with anyio.create_task_group() as tasks:

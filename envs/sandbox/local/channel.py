@@ -208,8 +208,10 @@ class AgentCall:
         raise _REFUSALS.get(code, SandboxRefusedError)(message)
 
     async def result(self, result_type: type[T]) -> tuple[T, dict[str, bytes]]:
-        """Wait for the result. Returns it with all output that came before it, by stream. Raises the errors of
-        `next`."""
+        """Wait for the result. Returns it, decoded as `result_type`, with all output that came before it, by stream.
+
+        Raises the errors of `next` and `decode`.
+        """
         gathered: dict[str, bytearray] = {}
         while True:
             piece = await self.next()
@@ -245,7 +247,7 @@ class AgentCall:
         await self.post(operation, piece)
 
     async def post(self, operation: str, argument: object) -> None:
-        """Send the agent a message about this call."""
+        """Send the agent a frame about this call, with the errors of `Channel.post`. `operation` is from its table."""
         await self._channel.post(self.number, operation, argument)
 
     async def grant(self, data: bytes) -> None:
@@ -346,7 +348,7 @@ class Channel:
         await self._link.send(encode(number, operation, argument))
 
     async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
-        """Begin a call, and return it. The caller must `finish` it.
+        """Begin a call of `operation`, a name in the agent's table, and return it. The caller must `finish` it.
 
         `room` is the number of bytes of output that the agent may send at first; `AgentCall.grant` adds to it. Raises
         the errors of `post`; nothing needs to be finished then.
@@ -391,14 +393,17 @@ class Channel:
     async def ask(
         self, operation: str, argument: object, result_type: type[T], timeout: float, *, room: int = 1 << 16
     ) -> tuple[T, dict[str, bytes]]:
-        """Carry out a `call` without input. Returns result and output by stream. Raises the errors of `call`."""
+        """Carry out a `call` without input. Returns the result, as `result_type`, and the output by stream.
+
+        Raises the errors of `call` and `decode`.
+        """
         async with self.call(operation, argument, timeout, room=room) as call:
             return await call.result(result_type)
 
 
 @contextmanager
 def in_time(operation: str, timeout: float) -> Generator[None]:
-    """Raise SandboxTimeoutError if the block takes longer than `timeout` seconds."""
+    """Raise SandboxTimeoutError if the block takes longer than `timeout` seconds. `operation` is for the message."""
     with anyio.move_on_after(timeout) as scope:
         yield
     if scope.cancelled_caught:
@@ -408,7 +413,7 @@ def in_time(operation: str, timeout: float) -> Generator[None]:
 
 
 def decode(value: msgspec.Raw, result_type: type[T]) -> T:
-    """Decode a value from the agent. Raises SandboxLostError if it does not have the expected type."""
+    """Decode a value from the agent as `result_type`. Raises SandboxLostError if it does not have this type."""
     try:
         return msgspec.msgpack.decode(value, type=result_type)
     except DECODE_ERRORS as error:

@@ -396,6 +396,10 @@ class LocalSandbox(AgentSandbox):
 
         `__aenter__` starts this in a task, and returns when the sandbox is ready. The container is removed when the
         owner ends the sandbox, when it exceeds a limit, or when it is lost.
+
+        Raises:
+            SandboxStartError: the sandbox was not ready in time.
+            SandboxError: the start failed.
         """
         try:
             with anyio.move_on_after(self._settings.start) as scope:

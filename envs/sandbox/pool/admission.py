@@ -132,7 +132,7 @@ def choose(
 def could_ever_take(hosts: Iterable[HostView], demand: Demand, only: str | None = None) -> bool:
     """Return True if an empty host would hold this demand.
 
-    A host that has not reported its capacity yet counts as large enough.
+    A host that has not reported its capacity yet counts as large enough. `only` names the single host to consider.
     """
     candidates = [host.capacity for host in hosts if only in (None, host.name)]
     return any(capacity == NOTHING or demand.fits(capacity) for capacity in candidates)
@@ -249,7 +249,10 @@ class SandboxAdmission:
     def set_host(
         self, name: str, capacity: Demand, *, accepts: bool = True, warm: dict[str, int] | None = None
     ) -> None:
-        """Add a host, or update its capacity and state from its report. Existing grants on it stay."""
+        """Add a host, or update its capacity and state from its report. Existing grants on it stay.
+
+        `accepts` is False if no sandbox may be placed on it now, and `warm` has its ready sandboxes by kind.
+        """
         view = self._hosts.setdefault(name, HostView(name, capacity))
         view.capacity, view.accepts, view.warm = capacity, accepts, dict(warm or {})
 
@@ -401,7 +404,10 @@ class SandboxAdmission:
                 heapq.heappush(owners, (self._rank(owner, whole), owner))
 
     def _rank(self, owner: str, whole: Demand) -> tuple[float, int, float, int]:
-        """Return the sort key of an owner that waits: share and last grant of its payer, then its own ones."""
+        """Return the sort key of an owner that waits: share and last grant of its payer, then its own ones.
+
+        Shares are fractions of `whole`, the capacity of all hosts.
+        """
         pays = payer(owner)
         paid, used = self._paid.get(pays, NOTHING), self._usage.get(owner, NOTHING)
         return paid.share_of(whole), self._last_paid[pays], used.share_of(whole), self._last_grant[owner]
@@ -409,7 +415,8 @@ class SandboxAdmission:
     def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
         """Grant the first request of an owner that fits on a host. Returns None if none does.
 
-        `unfit` collects the keys that fit on no host, so that later owners skip them in this decision.
+        `unfit` collects the keys that fit on no host, so that later owners skip them in this decision. `closed` has the
+        hosts that are kept free for overdue requests.
         """
         first = [queue[0] for queue in self._by_owner.get(owner, {}).values()]
         for waiting in sorted(first, key=_Waiting.order):

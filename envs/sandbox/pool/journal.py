@@ -174,7 +174,7 @@ class MemoryPoolJournal:
 
 
 class SqliteTable(Generic[_T]):
-    """A `JournalTable` in the file of a service. Its calls run in a worker thread."""
+    """A `JournalTable` in the file of a service. Its calls run in a worker thread, and raise as `JournalTable` says."""
 
     def __init__(self, journal: SqliteJournal, name: str, key: str, kind: type[_T]) -> None:
         """Describe a table with the columns `key` and `entry`; `kind` is the type of its rows."""

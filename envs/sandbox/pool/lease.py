@@ -137,7 +137,7 @@ class SandboxLease:
         """Sandbox for which a call of the holder has raised SandboxLostError. A probe that is answered clears it."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
-        """Change the state, and wake every task that waits for a change.
+        """Change the state, with its reason, and wake every task that waits for a change.
 
         The idle time in `due` is counted from the change to `ready` on.
         """
@@ -426,7 +426,7 @@ class LeasedSandbox(Sandbox):
             await sandbox.remove(path)
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
-        """Unpack a tar archive in the sandbox, as `Archives.put_archive` says."""
+        """Unpack a tar archive in the sandbox as `path`. `pieces` are its bytes, `size` their number if it is known."""
         async with self.lease.use() as sandbox:
             await sandbox.put_archive(path, pieces, size)
 

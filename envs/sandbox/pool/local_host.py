@@ -88,7 +88,7 @@ class WarmPolicy:
         """Return the number of sandboxes of this kind to keep ready.
 
         It is the number of requests within the window, at most `learned_max`, or the fixed number if that is larger.
-        Requests before the window are dropped.
+        Requests before the window are dropped. `now` is the time on the event loop's clock.
         """
         times = self._requests.get(key)
         while times and times[0] <= now - self._window:
@@ -433,7 +433,10 @@ class LocalHost:
                 await self._wake.wait()
 
     def _surplus(self, targets: Mapping[str, int], now: float) -> list[_Ready]:
-        """Return the ready sandboxes that are too old, or too many of their kind. Those that live longest are kept."""
+        """Return the ready sandboxes that are too old, or too many of their kind. Those that live longest are kept.
+
+        `targets` has the number to keep of each kind, and `now` is the time on the event loop's clock.
+        """
         left = dict(targets)
         surplus: list[_Ready] = []
         for ready in sorted(self._ready, key=lambda each: -each.ends):
@@ -448,7 +451,7 @@ class LocalHost:
         return ready.ends - self._specs[ready.key].deadline_s
 
     def _warm_up(self, key: str, target: int, now: float) -> None:
-        """Start the missing ready sandboxes of one kind, as many as fit.
+        """Start the ready sandboxes of one kind that are missing for its target, as many as fit.
 
         Does nothing while the kind is in quarantine or the host takes no sandboxes.
         """

@@ -42,7 +42,7 @@ class SandboxPool:
         journal: PoolJournal,
         wall: Callable[[], float],
     ) -> None:
-        """Create a pool; `open_pool` describes the parameters. `tasks` is the group of all tasks of the pool."""
+        """Create a pool; `open_pool` describes the other parameters. `tasks` is the group of all tasks of the pool."""
         self.state = PoolState(hosts, settings, wall)
         """Queue, leases, failures and hosts."""
         self.snapshots = SnapshotBook(wall)
@@ -166,7 +166,7 @@ class SandboxPool:
             return snapshot
 
     async def forget(self, kept: KeptSnapshot) -> None:
-        """Remove a snapshot. If a sandbox still runs from it, its host removes it later."""
+        """Remove the snapshot `kept`. If a sandbox still runs from it, its host removes it later."""
         self.snapshots.remove(kept.image)
         # A host that is not in the pool any more removes it when it is too old.
         if kept.host in {host.name for host in self.state.hosts()}:

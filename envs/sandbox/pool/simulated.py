@@ -59,7 +59,10 @@ class SimulatedMaker:
         return self.measured
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """Start a sandbox. Its container exists after the first half of the start time, as with a real engine."""
+        """Start a sandbox. Its container exists after the first half of the start time, as with a real engine.
+
+        Raises SandboxStartError for an image in `bad_images`, and if the engine does not answer.
+        """
         await self._answer(self._start_s / 2)
         # Real engines also merge the labels of the image into those of the container.
         made = SimulatedSandbox(self, sandbox_id, spec, {**self.snapshots.get(spec.image, {}), **labels})
@@ -73,7 +76,10 @@ class SimulatedMaker:
         return made
 
     async def adopt(self, container: Container, spec: Spec) -> Sandbox:
-        """Return the sandbox of a container that still exists; its state stays the same."""
+        """Return the sandbox of a container that still exists; its state stays the same.
+
+        Raises SandboxLostError if the container is gone.
+        """
         await self._answer(REMOVE_S)
         if container.id not in self.sandboxes:
             raise SandboxLostError(f"container {container.id} is gone")
@@ -94,7 +100,7 @@ class SimulatedMaker:
             sandbox.end("lost")
 
     async def _answer(self, seconds: float) -> None:
-        """Wait as long as the engine would work, and raise SandboxStartError if it does not answer."""
+        """Wait as long as the engine would work (`seconds`), and raise SandboxStartError if it does not answer."""
         await anyio.sleep(seconds)
         if self.down or self.frozen:
             raise SandboxStartError("the engine does not answer")

@@ -74,7 +74,10 @@ class Quarantine:
         """Failures of each key that has failed since its last success; the key that failed last is the last one."""
 
     def failed(self, key: str, why: str, now: float) -> bool:
-        """Record a failure of `key` with its message. Returns True if this failure puts the key in quarantine."""
+        """Record a failure of `key`, with its message `why`. Returns True if this failure puts the key in quarantine.
+
+        All times of a quarantine are seconds on one clock of the caller, such as the event loop's.
+        """
         record = self._records.setdefault(key, _Record())
         self._records.move_to_end(key)
         if len(self._records) > KINDS_KEPT:
@@ -183,7 +186,7 @@ class PoolFailures:
         return self._bad_hosts.failed(lease.host, str(error), now)
 
     def failed(self, error: SandboxError, where: str) -> None:
-        """Record a failure of the infrastructure, which the status of the service shows, and log it."""
+        """Record a failure of the infrastructure on the host `where`, which the service's status shows, and log it."""
         cause = type(error).__name__
         self.counts[cause] += 1
         self.recent.append(PoolFailure(self._wall(), cause, where, str(error)))

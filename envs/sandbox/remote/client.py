@@ -417,6 +417,10 @@ class RemoteSandbox(Sandbox):
 
         The response has one JSON object per line. Leaving the loop closes the connection, and the service then kills
         the command. The call is never repeated: the caller may have used a part of the output.
+
+        Raises:
+            SandboxLostError: the sandbox is lost, or the connection broke before the result.
+            SandboxError: the error of the service, also after a part of the output.
         """
         check_timeout(timeout)
         body = Exec(command=command, timeout=timeout, patience=patience, stdin=stdin, env=env, cwd=cwd)
@@ -490,7 +494,7 @@ class RemoteSandbox(Sandbox):
         await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
-        """Unpack a tar archive in the sandbox, as `Archives.put_archive` says."""
+        """Unpack a tar archive in the sandbox as `path`. `pieces` are its bytes, `size` their number if it is known."""
         await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:

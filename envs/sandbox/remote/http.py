@@ -131,11 +131,13 @@ class HttpClient:
             ) from error
 
     async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """Return the bytes of a file, with a GET of `path`. Raises SandboxError."""
+        """Return the bytes of the file that `query` names, with a GET of the endpoint `path`. Raises SandboxError."""
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
     async def put_bytes(self, path: str, query: Mapping[str, Any], data: bytes) -> None:
-        """Send the bytes of a file. The call is not repeated once bytes were sent: an append would happen twice.
+        """Send the bytes of a file, which `query` names, to the endpoint `path`.
+
+        The call is not repeated once bytes were sent: an append would happen twice.
 
         Raises SandboxError.
         """
@@ -145,7 +147,9 @@ class HttpClient:
     async def put_pieces(
         self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
     ) -> None:
-        """Send bytes while they are produced. `size` is their number; None if it is not known.
+        """Send bytes of the type `media_type` while they are produced, to the endpoint `path` with `query`.
+
+        `size` is their number; None if it is not known.
 
         The call is not repeated once bytes were sent. Raises SandboxError, and the errors of `pieces`.
         """
@@ -259,7 +263,7 @@ class HttpClient:
         headers: Mapping[str, str],
         seconds: float,
     ) -> httpx.Request:
-        """Build a request of a call that may take `seconds`.
+        """Build a request of a call that may take `seconds`. `target` is its path with the query, `content` its body.
 
         Raises:
             SandboxRefusedError: the address is too long or cannot be encoded.

@@ -257,8 +257,8 @@ class _Dispatcher:
 async def _unless_left(request: Request, handler: Handler) -> Any:
     """Return the handler's result. A client that disconnects cancels the handler, and with it a running command.
 
-    The result is then `_LEFT`. An error of the handler leaves the task group as a value, because the group would wrap
-    it in an exception group.
+    The result is then `_LEFT`. Raises the FlashError or ProblemError of the handler. It leaves the task group as a
+    value, because the group would wrap it in an exception group; another error is wrapped, and counts as a bug.
     """
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:
@@ -325,7 +325,7 @@ async def until_left(receive: Receive, scope: anyio.CancelScope) -> None:
 
 
 def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the HTTP answer for a problem."""
+    """Return the HTTP answer for a problem, with additional `headers`."""
     more = {"retry-after": "1"} if problem.status == 503 else {}
     return Response(
         msgspec.json.encode(problem),

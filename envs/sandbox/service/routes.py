@@ -239,6 +239,7 @@ async def _download(call: ApiCall, path: Path = ".") -> Response:
     """Download a tree, or one file, as a tar archive of untrusted content. An answer that breaks off has failed. The
     same call with the same idempotency key then gets the error, if it was the sandbox that failed."""
     sandbox, work, key = call.sandbox, call.work, call.key
+    # The same call is sent again to learn why the first answer broke off.
     if key and (error := work.kept_error(key)) is not None:
         raise error
     return TreeStream(sandbox.get_archive(path, TreeLimits()), partial(work.keep_error, key) if key else None)
@@ -283,7 +284,7 @@ class TreeStream(Response):
         held, begun = bytearray(), False
 
         async def give(piece: bytes, *, more: bool) -> None:
-            """Send a piece of the body, and the head of the answer before the first one."""
+            """Send a piece of the body, and the head of the answer before the first. `more` is False for the last."""
             nonlocal begun
             if not begun:
                 # Without the content length that `Response` computes for an empty body: the real length is not known.

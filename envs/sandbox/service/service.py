@@ -473,7 +473,10 @@ def may_use(lease: SandboxLease, token: str) -> bool:
 
 
 def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
-    """Return the number of waiting requests by owner. Owners of other tokens are one entry, except for `admin`."""
+    """Return `queue`, the number of waiting requests by owner, as the token may see it.
+
+    Owners of other tokens are one entry, `OTHERS`, except for `admin`.
+    """
     if token == ADMIN:
         return queue
     shown: dict[str, int] = {}
