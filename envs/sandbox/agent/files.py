@@ -431,8 +431,8 @@ def remove(path: str) -> None:
 def contains(folder: str, inside: str) -> bool:
     """Return True if `folder` is the folder `inside` or one of the folders above it. Both are absolute paths.
 
-    The folders themselves are compared, because one folder has many paths. A link to one is not meant: only the link
-    would be removed. Returns False if one does not exist.
+    The folders themselves are compared, because one folder has many paths. If `folder` is a link, the result is False:
+    only the link would be removed. Also False if one of the two does not exist.
     """
     try:
         wanted = os.lstat(folder.rstrip("/") or "/")
@@ -636,8 +636,8 @@ def receive_entry(archive: object, member: object, places: FolderChain) -> None:
     """Create the entry `member` of an archive at its path below the folder of `places`.
 
     Links to folders on the way are followed, also out of that folder, but not into /proc. An existing file or link with
-    this name is replaced. Raises OSError for a name with `..`, and for an entry that is neither a file, a folder, a
-    symbolic link nor a pipe; CallRefusal for a link into /proc.
+    this name is replaced. Raises OSError if the entry cannot be created, has `..` in its name, or is neither a file, a
+    folder, a symbolic link nor a pipe; CallRefusal for a link into /proc.
     """
     folder, _, name = member.name.rpartition("/")
     known = member.isfile() or member.isdir() or member.issym() or member.isfifo()

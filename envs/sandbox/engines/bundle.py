@@ -146,6 +146,7 @@ async def greet(link: Link, options: Options, seconds: float, prelude: str = "")
     Raises:
         SandboxStartError: the agent did not answer within `seconds`; or the first process of the sandbox ended, or sent
             too many other bytes. The message quotes the end of these bytes.
+        SandboxLostError: the link broke.
     """
     greeting = secrets.token_hex(16)
     got = b""

@@ -207,7 +207,8 @@ class LocalHost:
     def take(self, spec: Spec) -> Sandbox | None:
         """Take a ready sandbox of this kind that lives as long as the spec allows; None if there is none.
 
-        Each request is recorded, also one that finds none: the number of ready sandboxes follows the requests.
+        Each request is recorded, also one that finds none: the number of ready sandboxes follows the requests. None for
+        a spec that begins with a snapshot, which is not recorded.
         """
         # Sandboxes that begin with a snapshot are not kept ready: the snapshot of a fork is not requested again.
         if from_snapshot(spec):

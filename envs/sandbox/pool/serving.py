@@ -155,7 +155,10 @@ class LeaseServer:
             self.state.put_back(lease, avoid)
 
     async def _start(self, lease: SandboxLease) -> Sandbox:
-        """Take a ready sandbox of the granted host, or start one there. Records it in the journal before and after."""
+        """Take a ready sandbox of the granted host, or start one there. Records it in the journal before and after.
+
+        Raises the SandboxError of a failed start; the lease has no sandbox then.
+        """
         host = self.state.host(lease.host)
         sandbox = host.take(lease.spec)
         lease.sandbox = sandbox

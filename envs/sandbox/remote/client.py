@@ -502,6 +502,7 @@ class RemoteSandbox(Sandbox):
 
         Raises:
             SandboxError: the service's error, of the same class as in a local sandbox, also after a part was yielded.
+            SandboxLimitError: the archive is larger than the limits allow.
             SandboxLostError: the connection broke, and the service knows no error of the sandbox.
         """
         left, key = limits.total + HEAD_BYTES * limits.entries, uuid4().hex

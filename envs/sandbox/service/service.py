@@ -128,7 +128,7 @@ class LeaseWork:
         """
         started = False
         try:
-            sandbox = self._lease.sandbox
+            sandbox = self._lease.sandbox  # None if a lost one is just being replaced.
             async with self._pool.handle(self._lease).session(name) as session:
                 self._sessions[name] = session
                 started = True
