@@ -90,7 +90,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_sandbox(commands: Any) -> argparse.ArgumentParser:
-    """Add `sandbox` with its actions to the command line, and return its parser."""
+    """Add `sandbox` with its actions to the command line, and return its parser.
+
+    `commands` is the result of `add_subparsers` of the main parser.
+    """
     sandbox: argparse.ArgumentParser = commands.add_parser(
         "sandbox",
         help="Run a service of sandboxes (containers for programs that are not trusted), use it, and test it.",

@@ -488,7 +488,10 @@ def move_to(here: int, name: str) -> int:
 
 
 def remove_files(here: int) -> "list[str]":
-    """Remove everything in the open folder `here` but its folders, and return the names of these folders."""
+    """Remove everything in the open folder `here` but its folders, and return the names of these folders.
+
+    Raises OSError if an entry cannot be removed.
+    """
     folders = []
     for name in os.listdir(here):
         if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):

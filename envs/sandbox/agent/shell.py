@@ -422,7 +422,7 @@ class Shell:
         self.proceed()
 
     def proceed(self) -> None:
-        """Give the shell its next command, if it is idle.
+        """Give the shell its next command, if it is idle. A command that cannot begin fails, and the next one is tried.
 
         A shell that was ended by the last command is started again only now, so that a session without further commands
         takes no process.
