@@ -158,7 +158,7 @@ class AgentCall:
         self._input_window = INPUT_WINDOW
         """Bytes of input that the agent still accepts."""
         self._room_for_input = anyio.Event()
-        """Event that is set when the agent gives credit or the channel breaks; `_post_input` replaces it."""
+        """Event that is set when the agent gives credit, or the call or the channel ends; `_post_input` replaces it."""
         self.ended = False
         """True once the result or the failure has arrived."""
 
@@ -178,7 +178,10 @@ class AgentCall:
         self._room -= max(len(value), PIECE_COST)
         if self._room < 0:
             raise SandboxLostError("the agent sent more output than it may")
-        self.ended = self.ended or kind in (AgentFrameKind.RESULT, AgentFrameKind.FAILURE)
+        if kind in (AgentFrameKind.RESULT, AgentFrameKind.FAILURE):
+            self.ended = True
+            # The agent gives no credit for input of a call that has ended, so a task that waits for some must go on.
+            self._room_for_input.set()
         self._frames.append((kind, value))
         self._arrived.set()
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from contextlib import suppress
 
+import anyio
 import msgspec
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from envs.sandbox.agent import wire
 from envs.sandbox.agent.loop import HostChannel, Loop
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.bundle import greet
-from envs.sandbox.local.channel import MAX_FRAME, Decoder, encode
+from envs.sandbox.local.channel import INPUT_WINDOW, MAX_FRAME, Channel, Decoder, encode
 from flash.errors import SandboxLostError, SandboxStartError
 
 values = st.recursive(
@@ -60,6 +61,45 @@ def test_oversized_and_damaged_frames_end_the_channel():
         Decoder().feed(bytes(data))
     with pytest.raises(wire.WireError):
         wire.Frames().feed(bytes(data))
+
+
+class SilentAgent:
+    """A link to an agent that takes everything, and sends only what a test puts into `frames`."""
+
+    transcript = b""
+
+    def __init__(self) -> None:
+        self.frames, self._received = anyio.create_memory_object_stream[bytes](1)
+
+    async def send(self, data: bytes) -> None:
+        pass
+
+    async def receive(self) -> bytes:
+        return await self._received.receive()
+
+    async def aclose(self) -> None:
+        self.frames.close()
+        self._received.close()
+
+
+@pytest.mark.anyio
+async def test_input_that_waits_for_room_is_dropped_when_its_call_ends():
+    link = SilentAgent()
+    channel = Channel(link)
+
+    async def answer() -> None:
+        await anyio.wait_all_tasks_blocked()
+        await link.frames.send(bytes(wire.frame([1, wire.RESULT, None])))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(channel.run)
+        async with channel.call("work", {}, 60) as call:
+            tasks.start_soon(answer)
+            with anyio.fail_after(5):
+                await call.send(bytes(2 * INPUT_WINDOW))
+            assert await call.result(type(None)) == (None, {})
+        tasks.cancel_scope.cancel()
+    await link.aclose()
 
 
 def test_no_frame_is_carried_out_after_the_frame_that_closed_its_channel():
