@@ -99,7 +99,7 @@ CANCEL_S = 30.0
 JOB_POLL_S = 30.0
 """Seconds for which the service may delay its response to the question whether a job has ended."""
 TREE_S = 600.0
-"""Seconds that a snapshot or forks may take."""
+"""Seconds that a snapshot, forks, or the upload of a tree may take."""
 RETRY_S = 1.0
 """Seconds between two attempts to renew a lease."""
 STATE_S = 5.0
@@ -495,7 +495,8 @@ class RemoteSandbox(Sandbox):
 
     async def put_archive(self, path: str, pieces: AsyncIterator[bytes], size: int | None = None) -> None:
         """Unpack a tar archive in the sandbox as `path`. `pieces` are its bytes, `size` their number if it is known."""
-        await self.http.put_pieces(f"{self.path}/tree", {"path": path}, pieces, size, media_type=TAR)
+        query = {"path": path}
+        await self.http.put_pieces(f"{self.path}/tree", query, pieces, size, media_type=TAR, seconds=TREE_S)
 
     async def get_archive(self, path: str, limits: TreeLimits) -> AsyncGenerator[bytes]:
         """Yield a file or folder as a tar archive, as `Archives.get_archive` says.

@@ -41,6 +41,8 @@ REPEAT_S = 30.0
 """Seconds for which a call is repeated while the service cannot be reached: as long as a restart takes."""
 MARGIN_S = 30.0
 """Seconds that a response may take in addition to the time of the call itself."""
+RATE = 1 << 20
+"""Bytes per second at which a file is expected to be sent and written, on a slow connection or a busy machine."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 """Seconds between two attempts of a call: the first pause, and the longest one."""
 
@@ -48,13 +50,21 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 class HttpClient:
     """HTTP connection of a client to one service."""
 
-    def __init__(self, url: str, token: str, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        verify: ssl.SSLContext | bool = True,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         """Create a client without connecting.
 
         Args:
             url: address of the service: http://…, https://… or unix:/path.
             token: secret that each call carries in its header.
             verify: how the certificate of an https:// service is checked, as `certificate_check` returns it.
+            transport: connections of httpx, in place of those to `url`. Only tests set it.
 
         Raises:
             ConfigError: the address has another form, or the token is empty or cannot be sent in a header.
@@ -77,9 +87,11 @@ class HttpClient:
                 "FLASH_SANDBOX_TOKEN"
             )
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        if unix is not None:
+            transport = transport or httpx.AsyncHTTPTransport(uds=unix, limits=limits)
         self._client = httpx.AsyncClient(
             base_url=parsed,
-            transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits) if unix else None,
+            transport=transport,
             limits=limits,
             verify=httpx.create_ssl_context(verify=verify, trust_env=False),
             trust_env=False,
@@ -141,20 +153,27 @@ class HttpClient:
 
         Raises SandboxError.
         """
-        # The service has `MARGIN_S` to write the file, and as much for its response.
-        await self._send("PUT", path, data, query, {"content-type": BINARY}, MARGIN_S, "")
+        seconds = MARGIN_S + len(data) / RATE
+        await self._send("PUT", path, data, query, {"content-type": BINARY}, seconds, "")
 
     async def put_pieces(
-        self, path: str, query: Mapping[str, Any], pieces: AsyncIterator[bytes], size: int | None, *, media_type: str
+        self,
+        path: str,
+        query: Mapping[str, Any],
+        pieces: AsyncIterator[bytes],
+        size: int | None,
+        *,
+        media_type: str,
+        seconds: float,
     ) -> None:
         """Send bytes of the type `media_type` while they are produced, to the endpoint `path` with `query`.
 
-        `size` is their number; None if it is not known.
+        `size` is their number; None if it is not known. The bytes have to be sent and processed within `seconds`.
 
         The call is not repeated once bytes were sent. Raises SandboxError, and the errors of `pieces`.
         """
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
-        await self._send("PUT", path, pieces, query, headers, MARGIN_S, "")
+        await self._send("PUT", path, pieces, query, headers, seconds, "")
 
     @asynccontextmanager
     async def streamed(

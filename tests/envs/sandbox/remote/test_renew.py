@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import httpx
 import msgspec
 import pytest
 
 from envs.sandbox.protocol import Info
-from envs.sandbox.remote.client import LEASE_S, RENEW_S, STATE_S, RemoteSandbox
-from envs.sandbox.remote.http import MARGIN_S, REPEAT_S
+from envs.sandbox.remote.client import LEASE_S, RENEW_S, STATE_S, TREE_S, RemoteSandbox, SandboxClient
+from envs.sandbox.remote.http import MARGIN_S, REPEAT_S, HttpClient
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxLostError, SandboxTimeoutError
 from tests.envs.sandbox.services import SPEC
 
@@ -117,3 +118,19 @@ async def test_the_end_that_a_service_reports_is_noticed(behaviour, state):
     sandbox = sandbox_of(silent, behaviour)
     await sandbox.renew()
     assert sandbox.state == state
+
+
+async def test_an_upload_has_as_much_time_as_in_a_local_sandbox():
+    async def slowly(seconds: float):
+        for _ in range(int(seconds)):
+            await anyio.sleep(1.0)
+            yield b"x"
+
+    client: Any = SandboxClient("http://service", "t" * 32)
+    client.http = HttpClient("http://service", "t" * 32, transport=httpx.MockTransport(lambda _: httpx.Response(204)))
+    sandbox = RemoteSandbox(client, INFO)
+    await sandbox.put_archive("tree", slowly(TREE_S))
+    begin = anyio.current_time()
+    with pytest.raises(SandboxTimeoutError):
+        await sandbox.put_archive("tree", slowly(2 * TREE_S))
+    assert anyio.current_time() - begin == pytest.approx(TREE_S + MARGIN_S)
