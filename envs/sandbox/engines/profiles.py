@@ -13,8 +13,7 @@
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
     memory               limit, no swap             limit, no swap             limit, no swap
-    number of files      limited in layers. In memory, Docker limits it. Podman 4.3 refuses that option: there too many
-                         files exceed the memory limit, and the kernel kills the programs
+    number of files      limited in layers, and in memory by Docker; under Podman 4.3 too many files take all memory
     processes, CPU       limited                    limited                    limited
     network              none                       none, or bridge            none, or bridge
 

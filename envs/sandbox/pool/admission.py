@@ -1,10 +1,8 @@
 """Admission: decides which request gets the next sandbox, and on which host. Pure state machine: no clock, no tasks.
 
 `PoolState` owns one `SandboxAdmission`. It submits a request for each lease, and calls `decide` after each change that
-could allow a grant. A grant is a place on a host for one sandbox.
-
-Placement (`choose`) counts the resources that sandboxes were promised, not their use at the moment: a promise holds
-also when every sandbox computes at once. A host that should not be used has `accepts` False.
+could allow a grant. A grant is a place on a host for one sandbox. Placement (`choose`) counts the resources that
+sandboxes were promised, not their use at the moment: a promise holds also when every sandbox computes at once.
 
 Laws, each tested under its name:
 
