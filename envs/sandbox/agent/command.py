@@ -42,8 +42,8 @@ MEASURE = 0.2
 """Seconds between two measurements of the CPU time of a command with `patience`."""
 CHECK = 0.05
 """Seconds between two checks, during the grace, for processes that are left."""
-NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors that mean that no process can be started for lack of a resource."""
+NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+"""Errors that mean that no process can be started for lack of a resource; ENOSPC: there is no pseudo-terminal left."""
 
 
 class System:

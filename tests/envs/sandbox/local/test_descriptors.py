@@ -45,6 +45,14 @@ os.pipe = pipe
 """
 """While there is a file `few`, the agent gets so many pipes, and then none."""
 
+NO_TERMINALS = """
+import os
+def openpty():
+    raise OSError(28, "no terminal is left")
+os.openpty = openpty
+"""
+"""The kernel has no pseudo-terminal for the agent."""
+
 
 def descriptors(backend: FakeBackend, sandbox: LocalSandbox) -> int:
     process = backend.containers.kept[sandbox.container_id].process
@@ -94,6 +102,16 @@ async def test_a_start_for_which_the_descriptors_do_not_suffice_leaves_none_open
             with pytest.raises(SandboxError):
                 await start(sandbox)
         await has(backend, sandbox, before)
+
+
+async def test_a_terminal_that_the_kernel_does_not_have_is_a_limit_and_no_fault_of_a_folder():
+    async with (
+        FakeBackend(prelude=NO_TERMINALS) as backend,
+        LocalSandbox(backend, Spec(image="any")) as sandbox,
+        sandbox.terminal(["true"]) as terminal,
+    ):
+        with pytest.raises(SandboxLimitError, match="No space left"):
+            await terminal.read()
 
 
 async def test_a_session_is_opened_once_there_is_room_again():
