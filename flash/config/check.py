@@ -47,7 +47,8 @@ Check = Callable[[Config], Iterator[ConfigProblem]]
 def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
     """Return every problem of a resolved configuration. `flash.config.load.load` calls this.
 
-    `simulated`: True to return only problems that matter to a simulation.
+    With an `[sft]` table only the tables that `flash sft` uses are checked. `simulated`: True to return only problems
+    that matter to a simulation.
     """
     checks = SIMULATION if simulated else TABLES if config.sft is None else SUPERVISED
     return [problem for one in checks for problem in one(config)]
@@ -90,6 +91,7 @@ def check_run(config: Config) -> Iterator[ConfigProblem]:
     if (fault := models.unreachable(str(config.run_dir.absolute()))) is not None:
         yield ConfigProblem("run.output_dir", f"{show(str(config.run_dir.absolute()))} cannot be used: {fault}")
         return
+    # The run makes all folders that are missing, so the innermost existing one must be writable.
     folder = config.run_dir.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -112,6 +114,7 @@ def check_env(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("env.path", str(error))
         return
     kwargs, problems = examine_options(env, config.env.options, "env.options")
+    # The class's own methods get the options, so each check is made only if the one before has found nothing.
     faults = problems or list(_own_check(env, kwargs))
     yield from faults or _domains(config, env, kwargs)
     if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
@@ -268,7 +271,7 @@ def check_alarms(config: Config) -> Iterator[ConfigProblem]:
 
 
 def check_simulated_gpus(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the simulated GPUs can be divided among engines and trainers."""
+    """Check that the simulated GPUs can be divided among engines and trainers. Without `[simulate]`, check nothing."""
     simulate = config.simulate
     if simulate is None:
         return
@@ -300,6 +303,7 @@ def check_simulated_run(config: Config) -> Iterator[ConfigProblem]:
         if engines < nodes:
             yield ConfigProblem("cluster.nodes", f"expected at most one per simulated engine: {engines}, got {nodes}")
         yield from _distributions(config.simulate)
+        # RARE is a probability so small that no prompt is shorter than its quantile.
         limit, shortest = config.model.max_length - 1, round(sampler(config.simulate.prompt_tokens).draw(RARE))
         if shortest > limit:
             message = (
@@ -312,6 +316,7 @@ def check_simulated_run(config: Config) -> Iterator[ConfigProblem]:
 def _distributions(simulate: SimulateConfig) -> Iterator[ConfigProblem]:
     """Yield a problem for each number of a distribution that is no possible time, length, count or probability."""
     for key in NOT_NEGATIVE:
+        # `place` completes the key: `.low` of a table, `[1]` of a list, or empty.
         for place, value in stated(getattr(simulate, key)):
             # Limits cut the draws, so a mean or a lower limit below 1 is possible: such draws count as 1.
             least = 1 if key in AT_LEAST_1 and place not in (".low", ".mean") else 0

@@ -8,8 +8,9 @@ The *age* of a token is the number of training steps since the weights that samp
 every age is 0. Law 6: with α > 0, an objective must correct for the age, by the log-probs under the sampling policy. A
 *correction* is a factor of the loss that does so for any objective (`algorithms.corrections`).
 
-`supervised` changes a configuration with an `[sft]` table, as soon as it is read: `flash sft` (supervised fine-tuning)
-learns rows of a file and samples nothing.
+A *streamed* step (`train.stream`) begins while its batch is still sampled. `WHOLE_BATCH` lists the settings for which a
+step waits for its whole batch. `supervised` changes a configuration with an `[sft]` table, as soon as it is read:
+`flash sft` (supervised fine-tuning) learns rows of a file and samples nothing.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def _profile(config: Config) -> Iterator[ConfigProblem]:
 def _offload(config: Config) -> Iterator[ConfigProblem]:
     """Check that moments alone on the host belong to AdamW, and that offloaded activations are checkpointed."""
     train, key = config.train, "train.offload"
-    # With offloaded weights the moments are on the host anyway, with any optimizer.
+    # The optimizer that keeps only its moments on the host, `OffloadedAdamW`, is an AdamW. With offloaded weights the
+    # moments are on the host anyway, with any optimizer.
     if train.optimizer == "muon" and "moments" in train.offload and "weights" not in train.offload:
         message = 'moments on the host without the weights need train.optimizer = "adamw", got "muon"'
         yield ConfigProblem(key, message)
@@ -228,19 +230,20 @@ def _advantage(config: Config, advantage: Advantage) -> Iterator[ConfigProblem]:
 
 
 def is_off_policy(config: Config) -> bool:
-    """Return True if the objective must correct for the age of samples: they may be old, and nothing else corrects
-    it. `flash.trainer.objective` then tries whether the objective really does so."""
+    """Return True if the objective must correct for the age of samples: they may be old, no correction by weight
+    (WEIGHTS) is set, and the user has not allowed to train without one. `flash.trainer.objective` then tries whether
+    the objective really does so."""
     corrected_by_weight = any(isinstance(one, WEIGHTS) for one in config.algorithm.corrections)
     return config.train.async_ratio > 0 and not corrected_by_weight and not config.train.allow_uncorrected
 
 
 def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Yield the problems of law 6: training on old samples needs a correction. Also those of options that need old
-    samples."""
+    """Yield the problems of law 6: training on old samples needs a correction. Also yield those of options that need
+    old samples, and of engines with lower precision, whose samples need a correction at any age."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
     corrected = corrected or config.train.allow_uncorrected
-    for name in COARSE:
+    for name in COARSE:  # "auto" is vLLM's default, the precision of the model
         if config.engine.vllm.get(name, "auto") not in ("auto", config.model.dtype) and not corrected:
             message = (
                 f"engines sample from a less precise policy than the trained one, which `{algorithm.objective}` "
@@ -269,7 +272,10 @@ def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
 
 
 def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
-    """Yield the problems of law 6 within a step: after the first update, the samples are those of an older policy."""
+    """Yield the problems of law 6 within a step: after the first update, the samples are those of an older policy.
+
+    A correction by weight does not count here: its weights do not follow the policy that the updates change.
+    """
     train = config.train
     if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
         message = (
@@ -309,7 +315,8 @@ def _critic(config: Config, objective: Objective, advantage: Advantage) -> Itera
 def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
     """Yield the problems of an objective that compares critics: another advantage, or an option without effect.
 
-    Such an objective (AsyPPO) looks at how far the values of its critics differ for a token.
+    Such an objective (AsyPPO) looks at how far the values of its critics differ for a token. Its option
+    `filter_highest` leaves the tokens with the largest differences out of the entropy bonus.
     """
     if objective.critics < 2:
         return
@@ -352,7 +359,8 @@ def _teacher(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
         yield ConfigProblem(f"rollout.{name}", fault)
     if algorithm.teacher.reward:
         return
-    # An objective with `gae`, which needs a critic, must have another estimator. "batch" whitens a KL in the reward.
+    # Without rewards the estimator has nothing to do, so setting one is a mistake. There are two exceptions: an
+    # objective whose default is `gae`, which would need a critic, and a KL in the reward, which "batch" whitens.
     has_kl = algorithm.kl is not None and algorithm.kl.place == "reward"
     idle = algorithm.advantage is not None and objective.advantage != "gae" and not has_kl
     for key, is_set in (
@@ -499,7 +507,8 @@ table."""
 def why_not_streamed(config: Config) -> str | None:
     """Return the reason why the steps of a run wait for their whole batches, as a clause; None if they are streamed.
 
-    The hub and each trainer rank call this when they start, and a replay for each step. A dry run shows the reason.
+    The hub and each trainer rank call this when they start, and a replay for each step. A dry run shows the reason. The
+    configuration has passed `check_algorithm`, so its objective can be made.
     """
     if not config.train.stream:
         return "train.stream is false"
@@ -519,9 +528,9 @@ SUPERVISED = AlgorithmConfig(objective="algorithms.objectives.reinforce:Supervis
 def supervised(config: Config) -> Config:
     """Return the configuration with the settings that an `[sft]` table needs; unchanged without such a table.
 
-    `flash.config.load.load` calls this before the checks. The configuration gets the supervised objective, age 0, and
-    steps that are not streamed. Settings for samples are turned off: recorded batches, routing replay, and the alarm of
-    an entropy that is too low.
+    `flash.config.load` calls this before the checks. The configuration gets the supervised objective, age 0, and steps
+    that are not streamed. The tables `[critic]` and `[tiny_model]` are dropped. Settings for samples are turned off:
+    recorded batches, routing replay, and the alarm of an entropy that is too low.
     """
     if config.sft is None:
         return config
@@ -538,6 +547,7 @@ def check_sft(config: Config) -> Iterator[ConfigProblem]:
     if config.sft is None:
         return
     why = "has no effect: `flash sft` trains on rows of a file; leave the table out, or clear it with"
+    # The recorded configuration of a run, which may be read again, has SUPERVISED.
     if config.algorithm not in (AlgorithmConfig(), SUPERVISED):
         yield ConfigProblem("algorithm", f"{why} `algorithm={{}}`")
     if config.critic is not None:

@@ -71,7 +71,7 @@ def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProb
 
     `key` is the dotted path of the value. `flash.config.load` calls this for the whole configuration, with an empty
     `key`. Problems in nested tables and in lists of tables have the path of the inner key. The text `none` becomes None
-    if the key may be None and may not be text.
+    if the key may be None and may not be text. A value whose annotation msgspec cannot check is returned unchanged.
     """
     if value == NONE and NoneType in get_args(annotation) and str not in get_args(annotation):
         return None, []
@@ -131,7 +131,8 @@ def examine_table(
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """Convert the values of a table. Returns the values by name, without those that are not given, and all problems.
 
-    Called for tables of the configuration, and for the options of environments and objectives.
+    Called for tables of the configuration, and for the options of environments and objectives. A value with a problem
+    is None or incomplete, as `examine` returns it.
 
     Args:
         table: the given values, by name.
@@ -212,7 +213,7 @@ def _fault(value: Any) -> str | None:
         case list() | dict():
             inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
             fault = next((fault for item in inner if (fault := _fault(item)) is not None), None)
-            return fault and _PART + fault.removeprefix(_PART)
+            return fault and _PART + fault.removeprefix(_PART)  # a deeper part has the phrase already: say it once
         case _:
             return None
 
@@ -256,13 +257,14 @@ def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = Mappi
 
 
 def show(value: Any) -> str:
-    """Return a value as text for error messages, roughly in TOML notation and cut after LONGEST_VALUE characters."""
+    """Return a value as text for error messages, roughly in TOML notation. A long text is cut to LONGEST_VALUE
+    characters, in each value of a struct apart."""
     if isinstance(value, msgspec.Struct):
         built = msgspec.to_builtins(value)
         return "{" + ", ".join(f"{name} = {show(one)}" for name, one in built.items()) + "}"
     if isinstance(value, dict):
         return "a table"
-    if isinstance(value, int) and abs(value) >= 2**64:
+    if isinstance(value, int) and abs(value) >= 2**64:  # its digits would fill the message
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, date | time):
         return f"{value}, which is a date or a time in TOML: put text in quotes"
@@ -342,7 +344,7 @@ def _limit(limit: float) -> str:
 
 
 def _either(words: list[str]) -> str:
-    """Return `A, B or C`."""
+    """Return `A, B or C` for the words A, B and C; one word is returned alone. `words` is not empty."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 

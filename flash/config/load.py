@@ -61,22 +61,26 @@ def load(
 ) -> Config:
     """Read, merge, decode, resolve and check a configuration. Commands and users' programs call this first of all.
 
-    The configuration may name modules in the folders of its files: those folders are added to Python's import path.
+    The configuration may name modules, such as an environment, in the folders of its files and in `env.folders`: these
+    folders are added to Python's import path.
 
     Args:
         paths: a TOML file, or several of them; later files take precedence.
-        overrides: `dotted.key=value`; the value is parsed as TOML, or taken as text if it is not TOML.
+        overrides: `dotted.key=value`; the value is parsed as TOML, or taken as text if it is not TOML. They take
+            precedence over the files.
         simulated: check only what a simulation needs, and not the model, environment or devices.
         also: function that returns further problems of the decoded configuration, such as models that are missing. It
             is called last, also if problems were found; its problems of keys that already have one are left out.
 
     Raises:
-        ConfigError: names every unknown key and wrong type; if there are none, every other problem.
+        ConfigError: a file or an override cannot be read, or the GPUs cannot be counted. Otherwise it names every
+            unknown key and wrong type; if there are none, every other problem.
     """
     files = _files(paths)
     decoded, origins = _decoded(files, overrides)
     config = _resolve(decoded)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
+    # `check_sft` looks for tables that [sft] makes useless. `_resolve` has already replaced them in `config`.
     problems = [*check_sft(decoded), *check(config, simulated=simulated)]
     # `with_folder` moves a GGUF file from model.path to model.fetch: name the key that the user has set.
     if config.model.fetch != decoded.model.fetch:
@@ -98,7 +102,8 @@ def merge_tables(
 ) -> tuple[dict[str, Any], Config]:
     """Merge files and overrides with the tables of a Python program. Returns the result, as tables and decoded.
 
-    Only unknown keys and wrong types are found here. `load` makes all other checks when a command reads the tables.
+    `flash.train` and `flash check-env` call this. Only unknown keys and wrong types are found here; `load` makes all
+    other checks when a command reads the tables. The decoded configuration is not resolved: "auto" stays.
 
     Args:
         files: configuration files; later ones take precedence.
@@ -109,7 +114,8 @@ def merge_tables(
         defaults: nested tables over which everything else takes precedence.
 
     Raises:
-        ConfigError: a file cannot be read, or there are unknown keys or wrong types; the message names all of these.
+        ConfigError: a source cannot be read or is nested too deeply; or there are unknown keys or wrong types, and the
+            message names all of these.
     """
     merged, origins = _merged(files, overrides, defaults)
     for source, table in sources:
@@ -127,12 +133,15 @@ def _written(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forget(merged: dict[str, Any], key: str) -> None:
-    """Give a dotted key that a program has set to None its default, unless None differs from it.
+    """Unset a dotted key that a program has set to None. `merged` holds the text NONE as the key's value so far.
 
-    `merged` holds the text NONE as the key's value so far. It stays for a key that may be None and may not be text, and
-    for an unknown key, which is refused later.
+    The text stays for a key that may be None and may not be text, because `examine` makes it None. It also stays for an
+    unknown key, which is refused later. Any other key is taken out of `merged`, so that it has its default: a key that
+    may not be None, an option of an environment, and a whole table. A text key that may be None has None as its
+    default.
     """
     kinds = get_args(dict(keys()).get(key))
+    # The key itself, an entry of a key that holds a table, such as `env.options`, or a table that holds keys.
     known = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for path in key_paths())
     if known and (NoneType not in kinds or str in kinds):
         take_out(merged, key)
@@ -150,7 +159,8 @@ def load_recorded(files: Sequence[Path], overrides: Sequence[str] = (), *, check
         checked: False reads without any check beyond types. The checks import the objective's module.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: as `load`, except that only problems of the tables that train are found, and none if `checked` is
+            False.
     """
     decoded, origins = _decoded(files, overrides)
     config = _resolve(decoded)
@@ -172,6 +182,7 @@ def _decoded(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Config, d
 def _decode(merged: dict[str, Any], origins: Mapping[str, str]) -> Config:
     """Return merged tables as a configuration. Raises ConfigError for unknown keys and wrong types.
 
+    Changes `merged`: removed keys that are ignored are taken out, and a table `[env]` is added beside `[sft]`.
     `origins`: the source of each key.
     """
     ignore_removed(merged, origins)
@@ -206,7 +217,7 @@ def load_checked(file: Path) -> Config:
     as a mistake in a file that no user has written.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or has an unknown key or a wrong type.
     """
     decoded, problems = examine(read_toml(file), Config, "")
     if problems:
@@ -243,9 +254,9 @@ def _merged(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read and merge all sources. Return the tables, and the source that set each dotted key last.
 
-    Tables have dotted keys, too. A source is the path of a file, or OVERRIDE. An override with the bare word `none`
-    unsets its key. All sources take precedence over the nested tables `defaults`. Raises ConfigError if a source cannot
-    be read or is nested too deeply.
+    Tables have dotted keys, too. A source is the path of a file, OVERRIDE, or `default`. An override with the bare word
+    `none` unsets its key. All sources take precedence over the nested tables `defaults`. Raises ConfigError if a file
+    cannot be read, an override is not `key=value`, or a source is nested too deeply.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -267,11 +278,11 @@ def _unset(merged: dict[str, Any], key: str) -> None:
     """Unset a dotted key whose override is the bare word `none`. `merged` holds that word as the key's value so far.
 
     A key that may not be None is taken out of `merged`, so it has its default, or is refused as missing if it is
-    required. A text key that may be None gets None.
+    required. A text key that may be None gets None. All other keys keep the word, for `examine`.
     """
     annotation = dict(keys()).get(key)
-    # `examine` handles whole tables and unknown keys (both have no annotation here), and keys of which the text `none`
-    # is a value. It also turns the text into None if a key may be None and may not be text.
+    # Whole tables, unknown keys and options of an environment have no annotation here. `examine` converts or refuses
+    # the word there. It is a value of some keys, such as checkpoint.batches.
     if annotation is None or NONE in get_args(annotation):
         return
     table, name = table_of(merged, key)
@@ -283,7 +294,7 @@ def _unset(merged: dict[str, Any], key: str) -> None:
 
 def _check_depth(table: dict[str, Any], source: str) -> None:
     """Raise ConfigError if tables or lists are nested deeper than `DEEPEST`. Later functions walk them recursively, and
-    would exceed Python's recursion limit. `source` names the file or the override in the message."""
+    would exceed Python's recursion limit. `source` names the source in the message."""
     level: list[Any] = [table]  # the tables and lists at one depth; first the whole source, which is not counted
     for _ in range(DEEPEST + 1):
         inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
@@ -316,7 +327,10 @@ def dump(config: Config) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the configuration in types that TOML has: structs become tables, tuples become lists."""
+    """Return a value of the configuration in types that TOML has: structs become tables, tuples become lists.
+
+    A field that is None is left out of its table if None is its default, and becomes the text NONE otherwise.
+    """
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in cast("Sequence[Any]", value)]
     if not isinstance(value, msgspec.Struct):
@@ -328,7 +342,7 @@ def _plain(value: Any) -> Any:
         inner = getattr(value, field.name)
         if inner is not None:
             table[field.name] = _plain(inner)
-        elif field.default is not None:
+        elif field.default is not None:  # without the key, the field would get its default when it is read
             table[field.name] = NONE
     return table
 
@@ -435,13 +449,14 @@ def _tagged_tables() -> dict[str, str]:
 
 
 def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProblem:
-    """Add a hint to the problem of an unknown key, and to that of a distribution in its former form.
+    """Return the problem with a hint, if it is about an unknown key or a distribution of `[simulate]` in text form.
 
     The hint for an unknown key is the reason why the key does not exist, a key of the same name in another table, or
-    the nearest name, first in the same table. `load` calls this for each problem that `examine` has found. `merged`:
-    the tables of all sources.
+    the nearest name, first in the same table. Other problems are returned unchanged. `_decode` calls this for each
+    problem that `examine` has found. `merged`: the tables of all sources.
     """
     section, _, name = problem.key.partition(".")
+    # Earlier versions of Flash read a distribution from a text.
     if dict(keys()).get(problem.key) == Distribution and isinstance(merged[section][name], str):
         return ConfigProblem(problem.key, f"{problem.message}; {FORMER_DISTRIBUTION}")
     if (removed := REMOVED.get(problem.key)) is not None:
@@ -542,13 +557,15 @@ def is_setting(argument: str) -> bool:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Divide the arguments of a command into config files and settings, which override the files.
+    """Divide the arguments of a command into paths of config files and settings, which override the files. The files
+    need not exist.
 
     Raises:
         ConfigError: no file was given, or an argument names no file but a key, so it is probably meant as a setting.
     """
     overrides = [argument for argument in arguments if is_setting(argument)]
     paths = [Path(argument) for argument in arguments if not is_setting(argument)]
+    # A setting without an equals sign, such as `train.async_ratio 2`, would be taken for a file that is missing.
     for place, word in enumerate(arguments):
         if "=" not in word and not os.path.exists(word) and (setting := as_setting(word, arguments[place + 1 :])):
             raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")
@@ -582,6 +599,7 @@ def recorded(config: Config) -> Config:
         return msgspec.structs.replace(section, **{key: str(Path(path).absolute())})
 
     run_dir = str(config.run_dir.absolute())
+    # A call from Python has its code in a folder of its own, which ends with the run. The run directory has a copy.
     folders = [
         run_dir if Path(folder).name.startswith(CALL_FOLDER) else folder
         for folder in own_folders()

@@ -99,7 +99,7 @@ def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
     """Return the cores on which the CPU engines of a node run, when the node starts them.
 
     `cpus`: the cores that the node loop may use. The second half of the cores that trainer ranks use, too, is left to
-    them.
+    them; of an odd number the engines keep one more.
     """
     contested = _contested(config, node, cpus, config.cluster.trainer_cpus)
     given_up = contested[(len(contested) + 1) // 2 :]
@@ -107,9 +107,10 @@ def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
 
 
 def trainer_threads(config: Config, node: int, cpus: Sequence[int]) -> int:
-    """Return the number of threads of each trainer rank on the CPU, if the ranks of a node may use these cores.
+    """Return the number of threads of each trainer rank on the CPU, at least 1. Each rank calls this when it starts.
 
-    Each rank calls this when it starts. The ranks leave half of the cores that engines use, too, to the engines.
+    The ranks leave half of the cores that engines use, too, to the engines; of an odd number one more. `node`: number
+    of the node. `cpus`: the cores that all ranks of the node may use.
     """
     contested = _contested(config, node, cpus, config.cluster.node_cpus)
     return max(1, (len(cpus) - (len(contested) + 1) // 2) // config.cluster.trainer_ranks)
@@ -176,7 +177,8 @@ def compiler() -> str:
 
 @cache
 def _prints_version(name: str, path: str) -> bool:
-    """Return True if a program found on `path` prints its version, which is how torch checks for a compiler."""
+    """Return True if a program found on `path` prints its version, which is how torch checks for a compiler. `path` has
+    the form of the variable PATH. Cached, because each engine that starts asks."""
     try:
         asked = subprocess.run(
             [name, "--version"],
@@ -204,6 +206,7 @@ def computes_bfloat16(info: Path = CPU_INFO) -> bool:
         lines = info.read_text().splitlines()
     except OSError:
         return True
+    # There is one line for each core, with this name on x86 and on Arm. All cores have the same features.
     features = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
     return not features or not BFLOAT16_FEATURES.isdisjoint(features[0])
 
@@ -388,6 +391,7 @@ def check_engine(config: Config) -> Iterator[ConfigProblem]:
     if engine.share_gpus and config.cluster.trainer_ranks <= gpus < engine.count * engine.tensor_parallel:
         message = f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
         yield ConfigProblem("engine.count", message)
+    # The problem of too many processes names the larger of the two factors.
     key = "engine.count" if engine.count > engine.tensor_parallel else "engine.tensor_parallel"
     yield from _crowded(config, key, engine.count * engine.tensor_parallel)
     if gpus == 0:
@@ -440,6 +444,7 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
     """Yield the problems of argument values that would affect weights or the distribution of sampled tokens. Called if
     all arguments of `[engine.vllm]` are valid by themselves."""
     given, table = config.engine.vllm, "engine.vllm"
+    # The default of `get` is any permitted value: a table without the argument is right.
     if given.get("quantization", QUANTIZED_ON_LOADING[0]) not in (*QUANTIZED_ON_LOADING, "online"):
         message = "needs weights that are quantized in their files, but the trainer's weights are not quantized"
         expected = f"expected {', '.join(QUANTIZED_ON_LOADING)}, or `online` with quantization_config"
@@ -470,14 +475,15 @@ def _vllm_values(config: Config) -> Iterator[ConfigProblem]:
 # -- [weights] -------------------------------------------------------------------------------------------------------
 
 LOOSE_TOLERANCE = 0.5
-"""Canary tolerance, in nats, above which the canary detects nothing. Engines that computed with other weights differed
-by 0.6 nats and more."""
+"""Canary tolerance, in nats, above which the canary detects nothing. The canary compares the log-probs of engine and
+trainer on a test text after each load of weights. Engines that computed with other weights differed by 0.6 nats and
+more."""
 
 
 def check_weights(config: Config) -> Iterator[ConfigProblem]:
-    """Check that the transfer backend works on these devices and with these weights."""
+    """Check that the transfer backend works on these devices. `check_lora` checks that it can transfer adapters."""
     backend, key = config.weights_backend, "weights.backend"
-    if backend in ("tcp", "gloo"):
+    if backend in ("tcp", "gloo"):  # they work on all devices
         return
     if config.gpus_per_node == 0:
         yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")

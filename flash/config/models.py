@@ -113,9 +113,9 @@ def gguf_folder(file: str) -> str:
 def with_folder(config: Config) -> Config:
     """Return the configuration with a GGUF file in `model.path` replaced by the folder that it is converted to.
 
-    `flash.config.load.load` calls this before the checks. The start of a run makes the folder. A critic or reference
-    model that names the same file is changed in the same way. If `model.fetch` is the text `none`, it becomes None: no
-    model has that name.
+    `flash.config.load` calls this before the checks. The file becomes `model.fetch`, from which the start of a run
+    makes the folder. A critic or reference model that names the same file is changed in the same way. If `model.fetch`
+    is set, nothing is replaced. If it is the text `none`, it becomes None first: no model has that name.
     """
     replace = msgspec.structs.replace
     if config.model.fetch == NONE:
@@ -179,7 +179,8 @@ def _policy(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
-    """Yield the settings that do not fit the model in a local folder. `file` is its config.json."""
+    """Yield the settings that do not fit the model in a local folder, and a problem of a model that cannot be read or
+    is quantized. `file` is its config.json."""
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -266,7 +267,8 @@ def _source(config: Config) -> Iterator[ConfigProblem]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Return True if a text can only be a hub id, because no such path exists or could exist here."""
+    """Return True if a text has the form of a hub id and names no path: nothing exists there, and of `owner/name` no
+    folder `owner` exists, in which the run could make a model."""
     path = Path(text)
     named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
     return named and not path.exists()
@@ -286,7 +288,8 @@ def describe_missing(path: Path) -> str:
 def folders_beside(path: Path, holding: str = "") -> str:
     """Return the part of an error message that names the folders beside a missing path: `; FOLDER has A, B`.
 
-    The text is empty if there are none. `holding`: name of a file, to name only folders that have this file.
+    The text is empty if there are none, or if `path` exists. It names at most SHOWN folders, the last ones by name.
+    `holding`: name of a file, to name only folders that have this file.
     """
     found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
     if holding:
@@ -298,7 +301,7 @@ def folders_beside(path: Path, holding: str = "") -> str:
 
 
 def unreachable(path: str) -> str | None:
-    """Return why the file system cannot say if a path exists, such as a name that is too long; None if it can.
+    """Return why the file system cannot say if a path exists, such as a name that is too long; None if it can say so.
 
     Checks call this before they look at a path, since `Path.exists` would raise the error.
     """

@@ -63,7 +63,8 @@ def import_from(folders: Iterable[str]) -> None:
 
 
 def share_import_path() -> None:
-    """Store the import path of this process in its environment variables, for processes that are started from here.
+    """Store the import path of this process in its environment variable `IMPORT_PATH`, for processes that are started
+    from here.
 
     A launcher calls this. The processes read it with `take_import_path`. PYTHONPATH is not used, because it would put a
     user's folder before the standard library, also in programs that run under another Python.
@@ -72,8 +73,8 @@ def share_import_path() -> None:
 
 
 def take_import_path() -> None:
-    """Add the import path of the process that started this one, which `share_import_path` has stored. Each process that
-    a launcher starts calls this first."""
+    """Add the import path of the process that started this one, which `share_import_path` has stored; do nothing if
+    none is stored. Each process that a launcher starts calls this first."""
     import_from(json.loads(os.environ.get(IMPORT_PATH, "[]")))
 
 
@@ -105,7 +106,7 @@ def load_object(path: str) -> Any:
 def _load_module(name: str) -> Any:
     """Import a module. Raises ConfigError if the module is missing or fails to import."""
     import_from([os.getcwd()])
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # the file may be newer than Python's list of the files of its folder
     missing = _first_missing(name)
     if missing is not None:
         looked = "" if "." in missing else f" (looked in what is installed, and in {', '.join(own_folders())})"
@@ -133,7 +134,8 @@ def _import_failure(name: str, error: BaseException) -> ConfigError:
 
 
 def _first_missing(name: str) -> str | None:
-    """Return the shortest prefix of a module's name that cannot be found; None if all can be found."""
+    """Return the shortest prefix of a module's name that cannot be found; None if all can be found. Imports the
+    packages around the module; None also if one of them raises an error."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         prefix = ".".join(parts[:count])
@@ -153,9 +155,10 @@ def _nearest_module(name: str) -> str:
     """Return `; did you mean X?` for the module that has the most similar name to the missing module `name` and lies in
     the same package; empty if there is none."""
     parent, _, _ = name.rpartition(".")
+    # `_first_missing` has imported the parent. It has no `__path__` if it is a module, and no package.
     paths = getattr(sys.modules[parent], "__path__", []) if parent else own_folders()
     prefix = f"{parent}." if parent else ""
-    shipped = [] if parent else ["envs", "algorithms"]
+    shipped = [] if parent else ["envs", "algorithms"]  # Flash's packages of environments and objectives
     return suggest(name, [*shipped, *(prefix + module.name for module in pkgutil.iter_modules(paths))])
 
 
@@ -201,8 +204,8 @@ def load_environment(path: str) -> type[object]:
     the environment.
 
     Raises:
-        ConfigError: there is no such object, it is not an environment, a method that must be a plain classmethod is
-            none, or it has `inform` and a blocking method.
+        ConfigError: there is no such object; it is not an environment; one of CLASS_METHODS is no classmethod, or is an
+            `async def` although Flash does not await it; or the class has `inform` and a blocking method.
     """
     found = load_object(path)
     if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
@@ -229,7 +232,12 @@ def class_with(method: str, cls: type[Any], kwargs: dict[str, Any]) -> tuple[typ
 
     Such methods, for example `domains` and `held_out_problems`, are called on the class, without an instance. If `cls`
     itself has no such method but wraps another environment, its method `wrapped` (`flash.environment.Wrapping`) names
-    that one, and the search continues there. `kwargs`: keyword arguments of `cls`.
+    that one, and the search continues there. `wrapped` is a user's and may raise anything; the callers handle that.
+
+    Args:
+        method: name of the classmethod.
+        cls: the environment class to begin with.
+        kwargs: keyword arguments of `cls`.
     """
     while not callable(getattr(cls, method, None)):
         if not callable(getattr(cls, WRAPPED, None)):
@@ -342,7 +350,10 @@ def _struct_of_options(parameters: Mapping[str, inspect.Parameter]) -> type[msgs
 def _examine(
     cls: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], list[ConfigProblem]]:
-    """Return the options, converted to the types of these parameters of `cls`, and the problems."""
+    """Return the options by name, converted to the types of these parameters of `cls`, and the problems.
+
+    With problems the options are incomplete. `where`: path of the table, for error messages.
+    """
     known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
     places = {name: Place(one.annotation, one.default is one.empty) for name, one in known.items()}
     if len(known) < len(parameters):  # the class takes any keyword argument

@@ -17,7 +17,8 @@ from flash.config.decode import NONE, OVERRIDE, RECORDED, show, take_out
 from flash.text import harmless
 
 MOST_LISTED = 5
-"""Largest number of items in a message about ignored keys. The recorded configuration of an old run may have dozens."""
+"""Largest number of items in a message about ignored keys, the item "and N more keys" included. The recorded
+configuration of an old run may have dozens."""
 
 
 class RemovedKey(NamedTuple):
@@ -156,6 +157,7 @@ def removed_keys(settings: Mapping[str, Any]) -> list[FoundKey]:
         *tables, name = key.split(".")
         table: Any = settings
         for outer in tables:
+            # The input is not checked yet: a table may be missing, or another value may be in its place.
             table = cast("dict[str, Any]", table).get(outer) if isinstance(table, dict) else None
         if isinstance(table, dict) and name in table:
             value = cast("dict[str, Any]", table)[name]
@@ -170,9 +172,11 @@ def ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
     """Take keys that earlier versions of Flash had out of `merged`, if a file sets them to their former default.
 
     A run records all defaults, so the config.toml of a run of an older version holds such keys, although its user never
-    set them. In such a file another value is ignored, too, with a warning: the run must stay readable. Other values in
-    a file that a user has written are left, and so are overrides. `load` then refuses them as unknown keys. One line on
-    stderr names the ignored keys of each file.
+    set them. In such a file (RECORDED) another value is ignored, too, with a warning: the run must stay readable. Other
+    values in a file that a user has written are left, and so are overrides. `load` then refuses them as unknown keys.
+    One line on stderr names the keys of each file that are ignored at their default.
+
+    `origins`: the source that set each dotted key; a key without an entry counts as an override.
     """
     at_default: dict[str, list[str]] = {}
     for removed in removed_keys(merged):
@@ -190,8 +194,8 @@ def ignore_removed(merged: dict[str, Any], origins: Mapping[str, str]) -> None:
 
 @cache
 def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
-    """Print one line about ignored keys of a file. `@cache`: a command may read a file several times, and prints the
-    line once."""
+    """Print one line on stderr about the ignored keys of a file. `@cache`: a command may read a file several times, and
+    prints the line once."""
     listed = [f"`{key}`" for key in keys]
     if len(listed) > MOST_LISTED:
         listed[MOST_LISTED - 1 :] = [f"and {len(listed) - MOST_LISTED + 1} more keys"]
@@ -202,7 +206,7 @@ def _report_ignored(file: str, keys: tuple[str, ...]) -> None:
 
 @cache
 def _report_without_effect(file: str, key: str, value: str) -> None:
-    """Print the warning about a removed key to which a recorded configuration gives another value than its default.
-    `@cache`: the warning is printed once, although a command may read the file several times."""
+    """Print the warning on stderr about a removed key to which a recorded configuration gives another value than its
+    default. `@cache`: the warning is printed once, although a command may read the file several times."""
     message = f"was removed, so {harmless(value)} in {harmless(file)} has no effect. {REMOVED[key].why}"
     sys.stderr.write(f"flash: warning: `{key}` {message}\n")

@@ -73,7 +73,7 @@ Settings = Mapping[str, Any]
 
 
 def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem]:
-    """Yield each key that was changed although the run cannot continue with the change, and why.
+    """Yield a problem for each key that was changed although the run cannot continue with the change.
 
     The check before the start of a resumed run (`flash.run.checks.preflight`) reports these problems as errors.
 

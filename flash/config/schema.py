@@ -32,15 +32,17 @@ Json = dict[str, Any]
 
 def schema() -> Json:
     """Return the JSON Schema of a configuration file, for `flash schema` and docs/configuration.schema.json."""
+    # msgspec returns a reference to the schema of Config, and the schema of each struct by the name of its class.
     (root,), found = msgspec.json.schema_components([Config], ref_template="#/definitions/{name}")
     definitions = {name: cast("Json", _draft_7(part)) for name, part in found.items()}
     for struct in structs():
         table = definitions[struct.__name__]
-        table["additionalProperties"] = False
-        if issubclass(struct, Section):
+        table["additionalProperties"] = False  # `load` refuses unknown keys
+        if issubclass(struct, Section):  # another file may have the key
             table.pop("required", None)
         for name, meaning in field_docs(struct).items():
             table["properties"][name]["description"] = MARKDOWN_LINK.sub(r"\1", meaning)
+        # msgspec's schema does not say which names the keys of a table such as alarms.reactions may have.
         for field in msgspec.structs.fields(struct):
             if names := names_in(field.type):
                 table["properties"][field.encode_name]["propertyNames"] = {"enum": list(names)}
@@ -51,7 +53,7 @@ def schema() -> Json:
 
 def structs(annotation: Any = Config) -> Iterator[type[msgspec.Struct]]:
     """Yield the struct of each table that a value of this type may be or contain: by default each table of the
-    configuration, and each kind of table that a key may hold."""
+    configuration, and each kind of table that a key may hold. A struct in several places is yielded for each place."""
     in_list = get_origin(annotation) is list
     for struct in tables_in(get_args(annotation)[0] if in_list else annotation).values():
         yield struct
@@ -85,7 +87,10 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _draft_7(part: Any) -> Any:
-    """Return a part of msgspec's schema in the form of draft 7, and with `none` for null, which TOML does not have."""
+    """Return a part of msgspec's schema in the form of draft 7, and with `none` for null, which TOML does not have.
+
+    A default of None is left out. A new object is returned; `part` stays as it is.
+    """
     if isinstance(part, list):
         return [_draft_7(one) for one in cast("list[Any]", part)]
     if not isinstance(part, dict):
@@ -93,8 +98,9 @@ def _draft_7(part: Any) -> Any:
     table = cast("Json", part)
     if table.get("type") == "null":
         return {"const": NONE}
+    # Titles are names of classes of Flash. `discriminator` is a keyword of OpenAPI, which draft 7 does not have.
     made = {key: _draft_7(value) for key, value in table.items() if key not in ("title", "discriminator")}
-    if made.get("default", ...) is None:
+    if made.get("default", ...) is None:  # an editor would offer `null`, which is no TOML
         del made["default"]
     if "prefixItems" in made:
         made["items"] = made.pop("prefixItems")  # msgspec also gives the number of items

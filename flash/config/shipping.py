@@ -91,6 +91,7 @@ def import_paths(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, 
         if (path := _import_path(one)) is not None:
             paths[key] = path
             continue
+        # A lambda has no valid name, and a `functools.partial` or another callable object has none.
         name = getattr(one, "__name__", "")
         name = name if name.isidentifier() and not name.startswith("__") else "sent"
         try:
@@ -151,7 +152,8 @@ class _Pickler(cloudpickle.Pickler):
     """Pickler of cloudpickle that does not send what should not be in a file of the run."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; NotImplemented to pickle it as usual. The pickler calls this."""
+        """Return how an object is pickled, as a function and its arguments; NotImplemented to pickle it as usual. The
+        pickler calls this for each object. Raises PicklingError for an object that is not sent."""
         if obj is os.environ or obj is os.environb:
             # Environment variables often have secrets. The processes of the run have the same ones.
             return getattr, (os, "environ" if obj is os.environ else "environb")
@@ -159,10 +161,12 @@ class _Pickler(cloudpickle.Pickler):
             # cloudpickle would send the contents of the file, which may be secret.
             raise pickle.PicklingError("the contents of an open file are not sent")
         if isinstance(obj, CACHED) and _import_path(obj) is None:
+            # Python would send only the name of such a function, which the processes of the run do not have.
             return _cached, (obj.__wrapped__, obj.cache_parameters())
-        known = isinstance(obj, type | FunctionType) or type(obj) in self.dispatch_table
+        known = isinstance(obj, type | FunctionType) or type(obj) in self.dispatch_table  # cloudpickle sends it whole
         if not known and getattr(obj, "__module__", None) in MAIN:
-            # Text is the name of an object in its module. The main program of the run is another one, without it.
+            # Python describes an object by a text if it is sent by its name. That name is in the main program here, and
+            # the processes of the run have another main program.
             name = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
             if isinstance(name, str):
                 raise pickle.PicklingError(f"pickle sends only the name `{name}`, which the processes do not have")
@@ -178,7 +182,10 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callabl
 
 
 def _pickled(one: Any) -> bytes:
-    """Return an object as a pickle. Raises whatever the objects in it raise."""
+    """Return an object as a pickle. Raises whatever the objects in it raise.
+
+    Changes cloudpickle's settings in a process of multiprocessing: objects of the main program are sent by value.
+    """
     if (main := sys.modules.get(MAIN[1])) is not None:  # cloudpickle would take it for a module that others can import
         cloudpickle.register_pickle_by_value(main)
     file = io.BytesIO()
@@ -202,17 +209,22 @@ def _import_path(one: Any) -> str | None:
 
 
 def _digest(one: Any, seen: dict[int, Any]) -> str:
-    """Return a hash of an object that is pickled by value, which is the same in each process that has the same code.
+    """Return a text that identifies an object, and is the same in each process that has the same code.
 
-    Files and line numbers do not count: code that has only moved is the same code. `seen` has the objects so far by
-    their ids. One that is met again counts by its place among them, because functions may refer to each other in a
-    circle.
+    Plain data is its JSON, an object that others can import is its import path, and everything else is a hash. Files
+    and line numbers do not count: code that has only moved is the same code.
+
+    Args:
+        one: the object.
+        seen: objects so far, by their ids; this call adds to it. An object that is met again counts by its place among
+            them, because functions may refer to each other in a circle.
     """
     if id(one) in seen:
         return f"again {list(seen).index(id(one))}"
     if one is None or isinstance(one, str | int | float | dict | list | tuple):
         with suppress(TypeError, ValueError):  # it holds something else, or itself
             return json.dumps(one)
+    # `own` is the part of the identity that is in no other object, and `parts` are the objects that it refers to.
     own = ""
     match one:
         case FunctionType() | BuiltinFunctionType() | type() | CACHED() if (path := _import_path(one)) is not None:
@@ -227,7 +239,7 @@ def _digest(one: Any, seen: dict[int, Any]) -> str:
             seen[id(one)] = one
             parts = _parts(one)
         case tuple() | set() | frozenset() | staticmethod() | classmethod() | property():
-            parts = _parts(one)
+            parts = _parts(one)  # not in `seen`: a circle always contains an object of the cases above or of the last
         case ModuleType():
             own, parts = one.__name__, iter(())
         case _ if one is os.environ or one is os.environb:  # each process has its own
@@ -238,16 +250,23 @@ def _digest(one: Any, seen: dict[int, Any]) -> str:
             seen[id(one)] = one
             parts = (_Part("", part) for part in _reduced(one))
     digests = [f"{part.where}={_digest(part.value, seen)}" for part in parts]
+    # Sets have another order in each process.
     digests = sorted(digests) if isinstance(one, set | frozenset) else digests
     text = "\0".join([str(type(one)), own, *digests])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _reduced(one: Any) -> list[Any]:
-    """Return the parts from which pickle makes an object again: its class or a function, arguments, state and items."""
+    """Return the parts from which pickle makes an object again: its class or a function, arguments, state and items.
+
+    The only part of an object that is sent by its name is this name. An object that only cloudpickle can pickle has its
+    pickle as its only part. Empty if nothing can pickle it.
+    """
     try:
         reduce = copyreg.dispatch_table.get(type(one))
+        # A fixed protocol, so that the parts are the same in all versions of Python.
         made = one.__reduce_ex__(4) if reduce is None else reduce(one)
+        # The items of containers come as iterators, which would be different objects each time.
         return [made] if isinstance(made, str) else [[*part] if isinstance(part, Iterator) else part for part in made]
     except Exception:  # only cloudpickle can pickle it, or only together with the class that it is a part of
         with suppress(Exception):
@@ -257,6 +276,7 @@ def _reduced(one: Any) -> list[Any]:
 
 def _code_text(code: CodeType) -> str:
     """Return everything that decides what a function's code does, as text; not its file and lines."""
+    # Constants may be the code of inner functions, or sets, which have another order in each process.
     constants = (
         _code_text(one)
         if isinstance(one, CodeType)
@@ -274,10 +294,12 @@ class _Part(NamedTuple):
     where: str
     """Phrase for the object, such as ``the global variable `log` ``."""
     value: Any
+    """The object itself."""
 
 
 def _refusal(key: str, one: Any, error: Exception) -> ConfigError:
-    """Return the error for an object that cannot be pickled. `key` names it; `error`: raised while it was pickled."""
+    """Return the error for an object that cannot be pickled, which names the part at fault. `key`: the key of the
+    configuration that names the object; `error`: raised while it was pickled."""
     chain = _culprit(one)
     last = chain[-1].value if chain else one
     kind = next((words for types, words in KINDS if isinstance(last, types)), f"an object of {type(last).__name__}")
@@ -310,7 +332,11 @@ def _failure(one: Any) -> Exception | None:
 
 
 def _culprit(one: Any) -> list[_Part]:
-    """Return the way from an object to the part of it that cannot be pickled, part by part; empty if it is itself."""
+    """Return the way from an object to the part of it that cannot be pickled, part by part, the innermost last.
+
+    Empty if no part of the object is at fault, but the object itself. Stops at an object of KINDS, whose parts say
+    less, and at DEEPEST parts.
+    """
     chain: list[_Part] = []
     seen = {id(one)}
     while len(chain) < DEEPEST and not any(isinstance(one, types) for types, _ in KINDS):
@@ -324,7 +350,10 @@ def _culprit(one: Any) -> list[_Part]:
 
 
 def _parts(one: Any) -> Iterator[_Part]:
-    """Yield the objects that are pickled with an object, as far as users know them."""
+    """Yield the objects that are pickled with an object, as far as users know them. For error messages and `_digest`.
+
+    A class that others can import, and a module, are sent by their names and have no parts.
+    """
     match one:
         case FunctionType():
             for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
@@ -369,7 +398,10 @@ def _parts(one: Any) -> Iterator[_Part]:
 
 
 def _global_names(code: CodeType) -> list[str]:
-    """Return the names that a function, and the functions inside of it, may look up in the global variables."""
+    """Return the names that a function, and the functions inside of it, may look up in the global variables, each once.
+
+    Python does not distinguish them from names of attributes, so there may be too many.
+    """
     inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _global_names(one))
     return list(dict.fromkeys((*code.co_names, *inner)))
 

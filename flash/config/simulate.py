@@ -77,6 +77,8 @@ class Uniform(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Largest value."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the limits are in the wrong order. `flash.config.decode` makes it a problem of the
+        key."""
         if self.low >= self.high:
             raise ValueError(f"expected low < high, got {self.low:g} and {self.high:g}")
 
@@ -107,6 +109,8 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True):
     """Largest value; larger draws are set to it. None: no limit."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the limits are in the wrong order. `flash.config.decode` makes it a problem of the
+        key."""
         if self.high is not None and self.low > self.high:
             raise ValueError(f"expected low ≤ high, got {self.low:g} and {self.high:g}")
 
@@ -173,6 +177,7 @@ class Lognormal(Limited, frozen=True, kw_only=True, tag_field="kind", tag="logno
     """Standard deviation before the limits."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the limits are in the wrong order, or mean and deviation too far apart."""
         super().__post_init__()
         # With other ratios the formulas below divide by 0 or overflow.
         if not 1e-6 <= self.deviation / self.mean <= 1e6:

@@ -36,12 +36,12 @@ from flash.config.simulate import SimulateConfig
 from flash.sampling import Sampling
 
 MOST_ADAPTERS = 8
-"""Largest number of adapter versions that an engine holds at once. An engine reserves memory for each of them in
-advance."""
+"""Largest number of adapter versions (`[lora]`) that an engine holds at once. An engine reserves memory for each of
+them in advance."""
 LOADS_IN_WINDOWS = 2
-"""Number of loads through which a response may run under its old adapter, in windows of ⌈α⌉ versions. In simulated runs
-whose longest answers had three times the mean length, one window made steps 6 and 12 % slower at α = 2 and 1, and four
-windows made them no faster."""
+"""Number of loads of new versions through which a response may run under its old adapter. The unit is a window: ⌈α⌉
+versions, where α is `train.async_ratio`. In simulated runs whose longest answers had three times the mean length, one
+window made steps 6 and 12 % slower at α = 2 and 1, and four windows made them no faster."""
 
 
 class RunConfig(Section, frozen=True):
@@ -337,7 +337,7 @@ class ClusterConfig(Section, frozen=True):
 
     @property
     def hub_host(self) -> str | None:
-        """Host of `hub`; None if it is found automatically."""
+        """Host of `hub`, an IPv6 address without its brackets; None if it is found automatically."""
         return self.hub.rpartition(":")[0].strip("[]") or None
 
     @property
@@ -347,12 +347,12 @@ class ClusterConfig(Section, frozen=True):
         return int(port) if port.isdecimal() else 0
 
     def trainer_ranks_on(self, node: int) -> int:
-        """Return the number of trainer ranks on the node with this number: `trainer_ranks` on the first `trainer_nodes`
-        nodes of the job, and 0 on all others."""
+        """Return the number of trainer ranks on the node with this number, from 0: `trainer_ranks` on the first
+        `trainer_nodes` nodes of the job, and 0 on all others."""
         return self.trainer_ranks if node < self.trainer_nodes else 0
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node on which a trainer rank runs. `rank` counts the ranks of all nodes."""
+        """Return the number of the node on which a trainer rank runs, from 0. `rank` counts the ranks of all nodes."""
         return rank // self.trainer_ranks
 
 
@@ -466,16 +466,13 @@ class Config(Section, frozen=True):
     @property
     def weights_backend(self) -> Literal["tcp", "gloo", "nccl", "ipc"]:
         """Value of `weights.backend`, with `auto` replaced by the method for this hardware. `tcp` also stands for
-        `tcp_deltas`.
-
-        Adapters travel only by tcp, and nccl cannot connect an engine and a trainer on one GPU.
-        """
+        `tcp_deltas`."""
         match self.weights.backend:
             case "tcp_deltas":
                 return "tcp"
-            case "auto" if self.gpus_per_node == 0 or self.lora is not None:
+            case "auto" if self.gpus_per_node == 0 or self.lora is not None:  # adapters travel only by tcp
                 return "tcp"
-            case "auto":
+            case "auto":  # nccl cannot connect an engine and a trainer on one GPU
                 return "ipc" if self.engine.share_gpus else "nccl"
             case backend:
                 return backend
@@ -489,8 +486,8 @@ class Config(Section, frozen=True):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of the run, from the keys of the same names in `[rollout]`. A domain may replace them by
-        settings of its own."""
+        """Sampling settings of the run, from the keys of the same names in `[rollout]`. A domain, one kind of problems
+        of an environment, may replace them by settings of its own."""
         return sampling_of({name: getattr(self.rollout, name) for name in SAMPLING_KEYS})
 
     def why_kept_tokens_unknown(self, sampling: Sampling) -> str | None:
@@ -513,13 +510,13 @@ class Config(Section, frozen=True):
             return 0
         if self.rollout.swap != "drain":
             return 1
-        # A response that runs through more loads than tokens may be versions old is not trained.
+        # A token that is more than `max_age` versions old is not trained, so a response needs no more loads than that.
         loads = min(LOADS_IN_WINDOWS * window(self.train.async_ratio), self.train.max_age)
         return min(loads + 1, MOST_ADAPTERS)
 
     def engines_on(self, node: int) -> int:
-        """Return the number of engines on the node with this number: `engine.count`, or fewer if the trainers leave too
-        few GPUs."""
+        """Return the number of engines on the node with this number, from 0: `engine.count`, or fewer if the trainers
+        leave too few GPUs."""
         if self.gpus_per_node == 0 or self.engine.share_gpus:
             return self.engine.count
         free = self.gpus_per_node - self.cluster.trainer_ranks_on(node)
@@ -527,7 +524,7 @@ class Config(Section, frozen=True):
 
     def engine_gpus(self, node: int, engine: int) -> list[int]:
         """Return the numbers of the GPUs of an engine of a node; empty on the CPU. They follow the trainers' GPUs
-        unless GPUs are shared. `engine` counts the engines of the node, from 0."""
+        unless GPUs are shared. `node` counts the nodes of the job, and `engine` the engines of the node, from 0."""
         if self.gpus_per_node == 0:
             return []
         first = 0 if self.engine.share_gpus else self.cluster.trainer_ranks_on(node)

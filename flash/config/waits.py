@@ -3,6 +3,11 @@
 A wait must not end before the waits that it contains, because its error would then name the wrong culprit. So the limit
 of an outer wait is at least the sum of the limits of the inner ones. For the same reason a request that the hub lets
 wait is answered well before its sender gives up.
+
+The *hub* is the process that coordinates the run. A *node* plays samples on its engines: with a *lease* the hub orders
+one sample from it. A *trainer rank* trains its *shard*, the part of a batch that belongs to it. A batch is trained in
+one or several *rounds*, as its groups are complete. The weights after each step are a *version*, which rank 0 announces
+to the hub, and which every engine loads.
 """
 
 from __future__ import annotations
@@ -101,7 +106,7 @@ def taken_s(config: Config) -> float:
 
 
 def batch_s(config: Config) -> float:
-    """Return the seconds that a trainer rank waits for its shard of a round."""
+    """Return the seconds that a trainer rank waits for the hub's reply with its shard of a round."""
     # All other ranks ask at once, while rank 0 may still wait for the reply to its announcement (`taken_s`). Then the
     # engines load the version, may all die and come back, and sample the batch.
     return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.step
@@ -154,7 +159,8 @@ def engine_return_s(config: Config) -> float:
 
 
 def lease_s(config: Config) -> float:
-    """Return the seconds that a node has from a lease to its result. The hub takes back a lease that lasts longer."""
+    """Return the seconds that a node has from a lease to its result. The hub takes back a lease that lasts longer, and
+    queues its sample again."""
     deadlines = config.deadlines
     # The episode, which may wait for engines to come back; the end of its environment; and the messages with the lease
     # and with the result.
