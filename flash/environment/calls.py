@@ -205,9 +205,9 @@ class UserTask(Generic[_T]):
     async def wait(self, seconds: float, *, shield: bool = False) -> bool:
         """Wait until the code has ended; return False if it is still running after `seconds`.
 
-        The owner calls this after the constructor. If the caller is cancelled during this wait, the code is ended
-        first. `shield`: True if a cancellation of the caller takes effect only after the wait, because the code has to
-        run even then.
+        The owner calls this after the constructor. If the caller is cancelled during this wait, the code is ended first
+        (`end`), and then the cancellation goes on. `shield`: True if a cancellation of the caller takes effect only
+        after the wait, because the code has to run even then.
         """
         try:
             with anyio.move_on_after(seconds, shield=shield):
@@ -218,14 +218,17 @@ class UserTask(Generic[_T]):
         return self.over.is_set()
 
     async def end(self, seconds: float = CLEANUP_S) -> bool:
-        """Cancel the code. If it is still running after `seconds`, abandon it, log a warning, and return False.
+        """Cancel the code, and wait until it has ended. Returns True if it has; False if it was abandoned.
 
-        The owner calls this if the time of the call is over. Code that swallows a cancellation on each turn of the loop
-        is abandoned sooner, after `SPIN_S`.
+        The owner calls this if the time of the call is over. Code that still runs after `seconds` is abandoned. Code
+        that swallows a cancellation on each turn of the loop is abandoned sooner, after `SPIN_S` or MAX_SWALLOWED
+        cancellations. A warning names the line; of calls that are abandoned at one line, the 1st, 10th, 100th … is
+        logged. A cancellation of the caller takes effect only after the wait.
         """
         where = self.where()  # before the cancellation, which moves the code to its cleanup
         self._ending = True
         self._scope.cancel()
+        # During each wait the code may end by itself, or `_drive` may abandon it.
         with anyio.move_on_after(min(SPIN_S, seconds), shield=True):
             await self.over.wait()
         # Code that still swallows a cancellation on each turn of the loop keeps the loop busy, so it gets no more time.
@@ -235,7 +238,8 @@ class UserTask(Generic[_T]):
                 await self.over.wait()
         if not self.over.is_set():
             self._abandoned = True
-            # `_drive` abandons the code when it gets this cancellation, which no shield of the code holds back.
+            # `_drive` abandons the code when it gets this cancellation, which no shield of the code holds back. That
+            # takes some turns of the loop, for which the caller does not wait.
             self._task.cancel()
             self._finish()
         if self._abandoned:
@@ -276,7 +280,8 @@ async def call_method(
 ) -> _T:
     """Call a method of an environment, and return the result.
 
-    Each `reset`, `step` and `close` goes through here; functions that await nothing go through `call_function`.
+    Each `reset`, `step` and `close` goes through here; functions that await nothing go through `call_function`. If the
+    caller is cancelled, the call is ended before the cancellation goes on.
 
     Args:
         call_name: name of the call in errors, such as `step 2 (seed 5)`.
@@ -286,7 +291,7 @@ async def call_method(
         env: the environment. If it is a blocking one, an error names the line at which its thread stands.
         context: the context that all calls of one environment share, so that variables that `reset` has set are seen in
             `step`. None: a copy of the current context.
-        shield: True if the call goes on while the caller is being cancelled, as `close` must.
+        shield: True if the call goes on until its deadline while the caller is being cancelled, as `close` must.
 
     Raises:
         EnvTimeoutError: the call took longer than `seconds`. The call is cancelled, and abandoned if it does not end
@@ -361,8 +366,8 @@ def typed_errors(call_name: str) -> Generator[None]:
 def _failure(call_name: str, error: BaseException) -> EnvError:
     """Return the EnvError that an exception of a user's code becomes. A RewardError stays a RewardError.
 
-    An EnvError with fewer than MAX_MESSAGE characters is returned unchanged: Flash or the user has raised it for this
-    purpose. `call_name` names the call in the message.
+    An EnvError with a message of fewer than MAX_MESSAGE characters is returned unchanged: Flash or the user has raised
+    it for this purpose. `call_name` names the call in the message.
     """
     if isinstance(error, asyncio.CancelledError):
         # If it were raised again, the episode would end without a result, and its lease would never be returned.
@@ -394,7 +399,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, shortened in the middle if it has more than `MAX_MESSAGE` characters."""
+    """Return the message of an exception, shortened in the middle if it has more than `MAX_MESSAGE` characters. It says
+    so if the message itself cannot be made."""
     text = _text(error)
     return "it cannot be shown" if text is None else shortened(text, MAX_MESSAGE)
 
@@ -440,7 +446,8 @@ def check_returned(env: object, method: str, seed: int, check: Callable[[], _T])
 
 
 def _place_of_method(env: object, method: str) -> str:
-    """Return `Class.step (file.py:12)`: the first line of a method, of the blocking environment if `env` wraps one."""
+    """Return `Class.step (file.py:12)`: the first line of a method, of the blocking environment if `env` wraps one.
+    Without the line if the method is not written in Python."""
     kind = type(env.blocking if isinstance(env, Threaded) else env)
     code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""

@@ -33,7 +33,7 @@ def fingerprint(env: EnvConfig) -> str:
     start.
 
     A text names a file by its path, by the path of a folder that has it, or as the module of `module:Class`. Reads
-    these files, up to MAX_BYTES bytes.
+    these files, up to MAX_BYTES bytes. Files that cannot be read do not count.
     """
     digest = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
     unread = MAX_BYTES

@@ -47,9 +47,10 @@ Info = dict[str, Any]
 text) are logged. In the info of `reset`, `chat_template_kwargs` are arguments of the model's chat template for the
 whole episode."""
 StepResult = tuple[Observation, float, bool, bool, Info]
-"""(observation, reward, terminated, truncated, info)"""
+"""(observation, reward, terminated, truncated, info). The observation is shown next, and is not used at the end of the
+episode. `terminated` and `truncated` end the episode: the problem is over, or the environment has cut it off."""
 ResetResult = tuple[Observation, Info]
-"""(observation, info)"""
+"""(observation, info). The observation is the problem: plain text, or messages for the model's chat template."""
 
 
 class SolvedExample(msgspec.Struct, frozen=True):
@@ -66,7 +67,11 @@ class SolvedExample(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Environment(Protocol):
-    """The environment of one episode: it shows problems, takes the policy's answers, and rewards them."""
+    """The environment of one episode: it shows a problem, takes the policy's answers, and rewards them.
+
+    Any error that a method raises fails the episode, as does a call that takes longer than its deadline. A call of
+    `reset` or `step` may be cancelled at each `await`.
+    """
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
@@ -127,7 +132,7 @@ class Prepared(Protocol):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Size of a response and of its prompt, in tokens. `EpisodeView.last` returns it."""
+    """Size of a response and of its prompt, in tokens. It is the value of `EpisodeView.last`."""
 
     prompt_tokens: int
     """Number of tokens before the response."""
@@ -178,7 +183,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class LastResponse(Protocol):
-    """The part of `EpisodeView` about the response that was last given to `step`."""
+    """The part of `EpisodeView` about the response that was last given to `step`. Use it only after a response."""
 
     @property
     def last(self) -> Said:
@@ -208,7 +213,7 @@ class NextResponse(Protocol):
         ...
 
     def limit(self, tokens: int) -> None:
-        """Limit the next response to this number of tokens."""
+        """Limit the next response to this number of tokens. The limits of the run hold, too."""
         ...
 
     def stop_at(self, texts: Sequence[str]) -> None:
@@ -267,8 +272,9 @@ class RemainingRoom(Protocol):
     async def count(self, expected: Expected) -> int:
         """Return the number of tokens of the prompt that the response to an observation would have. Changes nothing.
 
-        Only the fields of `expected` about the observation and its place are used. An observation that is certainly
-        too large is not rendered; the result is then a lower bound that exceeds `model.max_length`.
+        `expected` describes the observation and its place; its fields about the response are not used. An observation
+        that is certainly too large is not rendered; the result is then a lower bound that exceeds `model.max_length`. A
+        large observation is rendered in a thread.
 
         Raises:
             EnvError: the observation cannot be shown.
@@ -317,15 +323,18 @@ class NextObservation(Protocol):
 
     def expect(self, expected: Expected) -> None:
         """Start to sample the response to a later observation, beside the response that is being sampled, if the limits
-        allow it.
+        of the run allow it; otherwise do nothing.
 
-        The response is used if exactly this observation is shown later, with the same limits. Otherwise its tokens are
-        lost.
+        The response is used if `comes` announces this observation later, and exactly it is shown with the same limits.
+        Otherwise the tokens of the response are lost.
         """
         ...
 
     def comes(self, name: str) -> None:
-        """Announce that the next observation may be the one that was passed to `expect` with this name."""
+        """Announce that the next observation may be the one that was passed to `expect` with this name.
+
+        Without this call, the response that was sampled ahead is not used. Call it in `step`, before it returns.
+        """
         ...
 
 

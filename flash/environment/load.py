@@ -42,14 +42,16 @@ class LoadedEnvironment:
     def make(self, kind: str = "") -> Environment:
         """Return an environment for one episode. If its methods are blocking, they run in threads (`wrap`).
 
-        The player of episodes calls this for each episode. It passes the kind of the problem, which is not used here:
-        the environment finds the kind by the seed of `reset`.
+        The player of episodes calls this for each episode. `kind`: kind of the problem. It is not used here, because
+        the environment finds the kind by the seed of `reset`; a simulation has another function in place of this one,
+        which uses it. Raises whatever the constructor of the user's class raises.
         """
         return wrap(self._class(**self._kwargs))
 
     @property
     def is_informed(self) -> bool:
-        """True if the environment gets a view of its episode, with the token ids of the responses."""
+        """True if the environment gets a view of its episode (`EpisodeView`), with which it reads and steers the tokens
+        of the episode."""
         return isinstance(self._class, Informed)
 
     async def prepare(self) -> None:

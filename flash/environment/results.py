@@ -98,9 +98,10 @@ def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
 
 
 def metrics_of(info: Info) -> dict[str, float]:
-    """Return `info["metrics"]` of `step`: numbers that the environment measured. The mean over a batch is logged.
+    """Return `info["metrics"]` of `step`: numbers that the environment measured, by name. The mean over a batch is
+    logged.
 
-    Called after each `step`; empty if the info has no metrics.
+    Called after each `step`; empty if the info has no metrics. Numbers are returned as plain floats.
 
     Raises:
         EnvError: the value does not map names to finite numbers.
@@ -121,7 +122,7 @@ def metrics_of(info: Info) -> dict[str, float]:
 
 
 def template_arguments(info: Info) -> dict[str, Any]:
-    """Return `info["chat_template_kwargs"]` of `reset`: arguments of the model's chat template.
+    """Return `info["chat_template_kwargs"]` of `reset`: arguments of the model's chat template, by name.
 
     Called after each `reset`. None counts as no arguments.
 
@@ -186,7 +187,8 @@ def _advice_on_reward(reward: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a user's value and its type in one short line for an error message, even if the value's `repr` fails."""
+    """Return a user's value and its type in one short line for an error message, even if the value's `repr` fails. The
+    value is cut to VALUE_LENGTH characters."""
     try:
         text = " ".join(_SHORT.repr(value).split())[:VALUE_LENGTH]
     except BaseException:  # the class is a user's, and its `repr` may raise anything
@@ -276,7 +278,10 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _info(method: str, value: object) -> Info:
-    """Return the info of a result. Raises EnvError if the info is no dict."""
+    """Return the info of a result unchanged. Raises EnvError if the info is no dict.
+
+    `method`: `reset` or `step`, for the error. `metrics_of`, `note_of` and `template_arguments` check the entries.
+    """
     if not isinstance(value, dict):
         raise EnvError(
             f"info of {method}() must be a dict, but is {shown(value)}; return {{}} if there is nothing to log"

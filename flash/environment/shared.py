@@ -60,7 +60,7 @@ class Sharing:
     Args:
         run: the run's name, which shared services may show.
         tasks: runs the tasks of the resources.
-        close_s: seconds in which each resource must close.
+        close_s: seconds in which each resource must close; then its closing is cancelled.
     """
 
     def __init__(self, run: str, tasks: TaskGroup, close_s: float) -> None:
@@ -75,7 +75,7 @@ class Sharing:
     async def get(self, key: Hashable, open: Callable[[], AbstractAsyncContextManager[_T]]) -> _T:
         """Return the resource of a key. The first call opens it with `open`; later ones wait until it is open.
 
-        `shared` calls this.
+        `shared` calls this. If the caller is cancelled while it waits, the resource goes on opening for the others.
 
         Raises:
             Exception: any error that `open` raises.
@@ -97,8 +97,8 @@ class Sharing:
     ) -> None:
         """Open a resource and keep it open until the block of `sharing` ends. This is the body of the resource's task.
 
-        An error while the resource opens is kept for the callers of `get`. An error while it is open or closes is
-        raised, and ends the node.
+        An error while the resource opens is kept for the callers of `get`. An error while it closes is raised, and ends
+        the node. Closing that takes longer than `close_s` is cancelled.
         """
         resource.scope.deadline = anyio.current_time() + OPEN_S
         with resource.scope:
@@ -130,7 +130,7 @@ class Sharing:
         closing. `sharing` calls this at its end."""
         self._closing.set()
         for resource in self._resources.values():
-            if not resource.opening_over.is_set():
+            if not resource.opening_over.is_set():  # nobody will use it, so opening it is not waited for
                 resource.scope.cancel()
 
 
@@ -147,7 +147,10 @@ async def sharing(run: str, *, close_s: float = 60.0) -> AsyncGenerator[Sharing]
 
     Args:
         run: the run's name, for `run_name`.
-        close_s: seconds in which each resource must close.
+        close_s: seconds in which each resource must close; then its closing is cancelled.
+
+    Raises:
+        Exception: any error that a resource raises when it closes.
     """
     async with unwrapped_group() as tasks:
         resources = Sharing(run, tasks, close_s)

@@ -58,7 +58,9 @@ class _Worker(threading.Thread):
             try:
                 call = self._calls.get(timeout=IDLE_S)
             except Empty:
-                with suppress(ValueError):  # `in_thread` has just taken this thread: its call comes next
+                # Once removed from `idle`, the thread can get no further call. If it is not there, `in_thread` has just
+                # taken it, and its call comes next.
+                with suppress(ValueError):
                     _Worker.idle.remove(self)
                     return
                 continue
@@ -135,6 +137,7 @@ class Threaded:
         """Close the environment: at once, or as soon as an abandoned call has returned. Implements `Environment.close`.
 
         If a call was abandoned, this returns at once, and the thread of that call closes the environment (`_run`).
+        Raises any error of the environment's own `close`.
         """
         with self._state_lock:
             self._closed = True
@@ -146,9 +149,9 @@ class Threaded:
             await closing
 
     async def _call(self, method: Callable[..., Any], argument: object) -> Any:
-        """Call a method with its argument: await an `async def`, or run a `def` in a thread.
+        """Call a method with its argument: await an `async def`, or run a `def` in a thread. Return the result.
 
-        A class may have both, if it inherits some methods.
+        A class may have both, if it inherits some methods. Raises the errors of the method, and of `_run`.
         """
         if is_async(method):
             return await method(argument)
@@ -157,7 +160,8 @@ class Threaded:
         return await result if inspect.isawaitable(result) else result
 
     def where(self) -> str:
-        """Return `, at file.py:12`, the line at which the environment's thread stands; empty if no call runs.
+        """Return `, at file.py:12, in a thread, …`, the line at which the environment's thread stands; empty if no call
+        runs in a thread.
 
         `flash.environment.calls.call_method` puts it into the error about a call that has passed its deadline.
         """
@@ -195,8 +199,9 @@ class Threaded:
                     asyncio.run_coroutine_threadsafe(closing, self._loop)
 
     def _close(self) -> object:
-        """Close the environment, in a thread that `close` waits for, and return the result. Meanwhile `where` can name
-        the line at which it stands."""
+        """Close the environment, in a thread that `close` waits for, and return the result, which may be an awaitable.
+        Meanwhile `where` can name the line at which it stands."""
+        # No lock is needed: `close` has seen that no call runs, and `_run` refuses calls of a closed environment.
         self._thread = threading.get_ident()
         try:
             return self.blocking.close()
