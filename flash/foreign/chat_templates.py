@@ -67,8 +67,8 @@ def compile_marked(source: str, mark: Callable[[str], str], plain: Callable[[str
 def arguments_of(source: str) -> frozenset[str]:
     """Return the names of a chat template's arguments: names that the template reads but does not define.
 
-    Arguments that a user gives are compared with them. Empty if the template cannot be parsed; rendering it will report
-    the error.
+    Arguments that a user gives are compared with them. `source`: source of the template. Empty if the template cannot
+    be parsed; rendering it will report the error.
     """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -122,7 +122,8 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
 
 
 def _without(value: Any, plain: Callable[[str], str]) -> Any:
-    """Return a value without marks. In a list or tuple, marks are taken away from each value; other types have none."""
+    """Return a value without marks. In a list or tuple, which becomes a list, marks are taken away from each value;
+    values of other types are returned unchanged."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, (list, tuple)):
@@ -192,7 +193,7 @@ class _Marking(NodeTransformer):
                     return _cutting(method.node, name, node)
                 elif name == REPLACE and len(node.args) == 2:
                     return _cutting(method.node, name, node)
-                elif name in (REPLACE, GET):
+                elif name in (REPLACE, GET):  # `replace` with a number of replacements, which templates hardly use
                     node.args[:1] = [_plain(arg) for arg in node.args[:1]]
             case nodes.Name(name=name) if name in INTERPRETING_FUNCTIONS:
                 _plain_all(node)

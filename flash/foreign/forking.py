@@ -136,7 +136,8 @@ class ForkServer(forkserver.ForkServer):
             own._forkserver_address, own._forkserver_pid = address, started.pid
 
     def _is_parent(self) -> bool:
-        """Return True if this process was forked from a running server with these modules and variables."""
+        """Return True if this process was forked from a running server that has imported at least these modules, with
+        at least these variables."""
         wanted = dict(self.variables)
         modules = wanted.pop(MODULES).split(",")
         return (

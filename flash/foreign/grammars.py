@@ -84,11 +84,15 @@ LOOKS_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 def schema_fault(schema: dict[str, Any]) -> str | None:
-    """Return why engines cannot enforce a JSON schema, as a sentence without a final dot; None if they can."""
-    parts: list[tuple[object, str]] = [(schema, "$")]
+    """Return why engines cannot enforce a JSON schema, as a sentence without a final dot; None if they can.
+
+    The sentence names the part of the schema by a path such as `$.properties.name`. The check of a `ResponseForm` calls
+    this, because engines would sample texts that break the schema.
+    """
+    parts: list[tuple[object, str]] = [(schema, "$")]  # schemas to examine, each with its path
     while parts:
         part, place = parts.pop()
-        if isinstance(part, bool):
+        if isinstance(part, bool):  # true permits all values, and false none
             continue
         if not isinstance(part, dict):
             return f"{place} is not a JSON schema: expected an object"
@@ -103,8 +107,12 @@ def schema_fault(schema: dict[str, Any]) -> str | None:
 
 
 def _faults(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the faults of one object of a schema, without those of its parts. Each begins with a verb."""
+    """Yield the faults of one object of a schema, without those of its parts. Each begins with a verb.
+
+    The caller takes only the first fault, so later checks may assume the forms that earlier ones have found right.
+    """
     keys = set(schema)
+    # Keywords by the type of JSON value that they must have.
     kinds = {dict: NAMED_PARTS, list: (*LISTED_PARTS, "enum", "required"), str: ("$ref", "pattern", "format")}
     for kind, keywords in kinds.items():
         for keyword in keywords:
@@ -115,7 +123,7 @@ def _faults(schema: dict[str, Any]) -> Iterator[str]:
     if not isinstance(types, list) or not all(each in TYPES for each in types):
         yield f"has a `type` that is none of {', '.join(TYPES)}"
     for keyword in sorted(UNENFORCED & keys):
-        if schema[keyword] is not False:
+        if schema[keyword] is not False:  # `"uniqueItems": false` asks for nothing
             yield f"has the keyword `{keyword}`, which engines cannot enforce"
     typed = [keyword for keywords in TYPED.values() for keyword in keywords if keyword in keys]
     for keyword in WHOLE_FORMS:
@@ -148,7 +156,7 @@ def _faults(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def text_tag(schema: dict[str, Any]) -> str:
-    """Return the structural tag of the JSON texts that follow a schema."""
+    """Return the structural tag of the JSON texts that follow a schema, for a response without calls of functions."""
     return json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
 
 
@@ -239,6 +247,8 @@ class GrammarReplay:
         """
         masks: list[bytes | None] = []
         for token in token_ids:
+            # vLLM asks in the same way which of the next tokens are constrained. Here there is one next token, number
+            # 0. It is not constrained before the reasoning has ended.
             bounds = self._manager._get_constraint_bounds(self._request, ())
             mask = None
             if bounds.constraint_start == 0 and not self._grammar.is_terminated():
@@ -262,9 +272,11 @@ def reasoning_arguments(template: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def continue_grammars() -> None:
-    """Let this core continue the grammar of a request after the tokens that other engines have sampled for it.
+    """Let this engine core (process) continue the grammar of a request after the tokens that other engines have sampled
+    for it.
 
-    Called when a core begins. `GENERATED` says how many tokens at the end of the prompt these are.
+    Called once, when a core begins. The request's extra argument `GENERATED` says how many tokens at the end of the
+    prompt these are. Replaces a method of vLLM for the rest of the process.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -293,7 +305,11 @@ def continue_grammars() -> None:
 
 
 def _new_request(parameters: Any, prompt: list[int], reasoning: dict[str, Any]) -> Any:
-    """Return vLLM's object of a request that has sampled no token yet, for the functions of a manager."""
+    """Return vLLM's object of a request that has sampled no token yet, for the functions of a manager.
+
+    `parameters`: vLLM's sampling parameters; `prompt`: tokens of the prompt; `reasoning`: arguments from
+    `reasoning_arguments`.
+    """
     from vllm.v1.request import Request
 
     return Request("replay", prompt, parameters, None, **reasoning)

@@ -100,12 +100,14 @@ class _LogitAttribute(NamedTuple):
     owner: object
     """Object that has the attribute: a model or a configuration."""
     name: str
+    """Name of the attribute."""
     neutral: float | None
     """Value with which logits stay unchanged."""
 
 
 def _logit_attributes(model: PreTrainedModel) -> list[_LogitAttribute]:
-    """Return the attributes with which this model changes logits. Families of models have different ones."""
+    """Return the attributes with which this model changes logits. Families of models have different ones. Empty if the
+    model has none of the known ones."""
     known = [
         _LogitAttribute(model.config, "final_logit_softcapping", None),
         _LogitAttribute(model.config, "logits_scaling", 1.0),
@@ -228,6 +230,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     described, limits, each = model.config.get_text_config(), windows(model), layer_configs(model)
     kinds: list[str] | None = getattr(described, "layer_types", None)
     layers: list[AttentionLayer] = []
+    # A configuration may name more kinds than the model has layers.
     for layer, kind in zip(each, kinds or [""] * len(each), strict=False):
         heads = getattr(layer, "num_attention_heads", None) or 0
         if kind in WITHOUT_ATTENTION or not heads:
@@ -432,7 +435,7 @@ def _weight_files(path: str) -> list[str] | None:
 
 
 def make_weights_readable(folder: Path) -> None:
-    """Give the safetensors files in a folder the permissions of the configuration file beside them.
+    """Give the safetensors files in a folder the permissions of the configuration file beside them, which must exist.
 
     safetensors writes files that only their owner may read, but another user, such as a server, may need to load the
     model.

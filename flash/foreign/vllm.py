@@ -84,8 +84,8 @@ def disable_statistics(llm: Any) -> None:
 
 
 def cache_tokens(llm: Any) -> int:
-    """Return the number of tokens that the KV cache of an engine can hold; 0 if it is not reported. Called once the
-    engine has started."""
+    """Return the number of tokens that the KV cache of an engine can hold; 0 if vLLM does not report it. Called once
+    the engine has started."""
     return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
@@ -199,11 +199,10 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
 
 def trim_logprobs(llm: Any, queue: Any) -> Callable[[], None]:
     """Return a function that frees the log-probs of a running request that were delivered already. The engine calls it
-    for each piece of a response with kept sets.
+    for each piece of a response that reports the most likely tokens beside each sampled one (`top_k`).
 
-    With the most likely tokens, vLLM would keep kilobytes per token until the response ends, and would decode each of
-    these tokens if the response has stop texts. Nothing uses that. `queue` is vLLM's queue with the output of the
-    request.
+    vLLM would keep kilobytes of them per token until the response ends, and would decode each of these tokens if the
+    response has stop texts. Nothing uses that. `queue` is vLLM's queue with the output of the request.
     """
     state = llm.output_processor.request_states.get(queue.request_id)
     if state is None:  # the request has ended, and all its output is in the queue
@@ -336,7 +335,8 @@ def adapter_request(name: str, number: int) -> Any:
 
 
 async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
-    """Return the fingerprint (a checksum) of the weights of each worker, or of the adapter `adapter` if it is not 0."""
+    """Return the fingerprint of each worker's weights, or of the adapter with the number `adapter` if it is not 0. A
+    fingerprint is a list of checksums, which trainer and worker compute in the same way."""
     return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
@@ -360,7 +360,12 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
 def step_numbers(stats: Any) -> dict[str, Any]:
     """Return the numbers in vLLM's `SchedulerStats` of one step, as arguments of `flash.rollout.vllm.state`'s
-    `PressureGauge.read`, which describes them."""
+    `PressureGauge.read`, by name.
+
+    They are numbers of requests (`running`, `waiting`, and `resumed` after a preemption), of prompt tokens (all, and
+    `cached_tokens`), and of tokens of speculative decoding (`drafted`, `accepted`) in this step. `kv_used` is the share
+    of the KV cache that is in use, from 0 to 1.
+    """
     drafts = stats.spec_decoding_stats
     return {
         "running": stats.num_running_reqs,

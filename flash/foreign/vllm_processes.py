@@ -99,13 +99,15 @@ def _do_nothing() -> None:
 
 
 def start_cores_with(context: Any) -> None:
-    """Let vLLM start cores through a multiprocessing context of ours. This is called in a node loop."""
+    """Let vLLM start cores through a multiprocessing context of ours, which forks them from a fork server. This is
+    called in a node loop."""
     utils: Any = import_module("vllm.v1.engine.utils")
     utils.get_mp_context = lambda: context
 
 
 def start_workers_with(context: Any) -> None:
-    """Let vLLM start workers through a multiprocessing context of ours. This is called in a core."""
+    """Let vLLM start workers through a multiprocessing context of ours, which forks them from a fork server. This is
+    called in a core."""
     executors: Any = import_module("vllm.v1.executor.multiproc_executor")
     executors.get_mp_context = lambda: context
 
@@ -143,7 +145,7 @@ def worker_rank(name: str) -> int:
 
 
 def _command(pid: str) -> bytes:
-    """Return the command line of a process, its title included; empty if it has ended."""
+    """Return the command line of a process, which a process title replaces; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
