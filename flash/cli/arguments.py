@@ -81,7 +81,7 @@ def runs_in(folder: Path, command: str) -> list[Path]:
 
 def check_writable(*files: Path | None) -> None:
     """Check that files, such as the one of `--json FILE`, can be written, before a command works for minutes. None, for
-    an option that was not given, is skipped.
+    an option that was not given, is skipped. An existing file may be replaced.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -179,7 +179,8 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str], g
     """
     word = unknown[0]
     message = f"unrecognized arguments: {' '.join(unknown)}"
-    # The command takes settings, so a user may have written one as an option: `--train.async-ratio 2`.
+    # The command takes settings, so a user may have written one as an option: `--train.async-ratio 2`. The words after
+    # it may be the value.
     if "KEY=VALUE" in parser.format_usage():
         after = given[given.index(word) + 1 :]
         if setting := as_setting(word.lstrip("-"), after):
@@ -206,6 +207,7 @@ def typed(argv: Sequence[str], environment: MutableMapping[str, str]) -> list[st
     if command_line := environment.pop(TYPED_VARIABLE, ""):  # launch.sh has started this process
         return shlex.split(command_line)
     program, *rest = argv
-    # A program that PATH finds, and `python -m flash`, are shown as `flash`.
+    # A program that PATH finds, and `python -m flash`, whose program is `__main__.py`, are shown as `flash`. Another
+    # `flash` can only be repeated by its path.
     by_path = Path(program).name == "flash" and program != shutil.which("flash", path=environment.get("PATH"))
     return [program if by_path else "flash", *rest]

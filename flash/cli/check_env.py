@@ -71,7 +71,11 @@ def add_check_env(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_check_env(arguments: argparse.Namespace) -> int:
-    """Check an environment and print a line for each check, for `flash check-env`. Returns 1 if there is a failure."""
+    """Check an environment and print a line for each check, for `flash check-env`. Returns 1 if there is a failure.
+
+    If code of the environment blocks the event loop for longer than the time of all checks and GRACE_S, the process
+    exits from another thread, with 1.
+    """
     from flash.run.checks.env.checks import CHECKS, counted, examine_environment
     from flash.run.loop_watch import run_watched
 
@@ -102,13 +106,14 @@ def run_check_env(arguments: argparse.Namespace) -> int:
 
     def fail(message: str) -> NoReturn:
         """Report that the running check has failed, and end the process with exit code 1."""
-        name = [*checks][min(len(findings), len(checks) - 1)]
+        name = [*checks][min(len(findings), len(checks) - 1)]  # each check so far has a finding: this is the next one
         report(Finding("failure", message, check=name))
         finish()
-        end_process(1)
+        end_process(1)  # an ordinary end would wait for threads in which the environment's code may run for ever
 
     def give_up() -> None:
-        """End the process, because code of the environment blocks the event loop and never ends."""
+        """End the process, because code of the environment blocks the event loop and never ends. Runs in the thread of
+        `timer`."""
         fail(f"did not end; {blocked[-1] if blocked else 'no line is known'}")
 
     def exit_of_environment(code: int) -> NoReturn:
@@ -118,7 +123,7 @@ def run_check_env(arguments: argparse.Namespace) -> int:
         caller = sys._getframe(1)
         fail(f"the process was ended by os._exit({code}) in {caller.f_code.co_filename}:{caller.f_lineno}")
 
-    blocked: list[str] = []
+    blocked: list[str] = []  # messages of the watched loop, each with the line that blocks it
     checking = os.getpid()
     seconds = 60 * arguments.minutes
     timer = threading.Timer(seconds + GRACE_S, give_up)
@@ -144,6 +149,7 @@ def _output_apart() -> Generator[Callable[[str], None]]:
     output = sys.stdout
     output.flush()
     try:
+        # A copy of the descriptor of the output. The descriptor 1 itself, to which libraries write, becomes stderr.
         apart = os.dup(1) if output.fileno() == 1 else None
     except OSError:  # the output is kept in memory
         apart = None
@@ -166,7 +172,8 @@ def _output_apart() -> Generator[Callable[[str], None]]:
         try:
             yield write
         finally:
-            output.flush()  # code may have kept the stream from before
+            # Code may have kept `sys.stdout` from before and written to it: that text goes to stderr, too.
+            output.flush()
             os.dup2(apart, 1)
             os.close(apart)
 

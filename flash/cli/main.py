@@ -88,8 +88,9 @@ def parsers(names: Iterable[str] = COMMANDS) -> tuple[argparse.ArgumentParser, d
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments of the command line `argv`; None: those of this process.
 
-    Files and overrides may also follow options, where argparse alone does not accept them. Exits with code 2 and an
-    error message if an argument or a command is unknown.
+    `arguments.run` is the function that carries the command out. Files and overrides may also follow options, where
+    argparse alone does not accept them. Exits with code 2 and an error message if an argument or a command is unknown,
+    and with 0 after `--help` or `--version`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     named = bool(given) and given[0] in COMMANDS
@@ -147,12 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _prepare_output()
     arguments = parse(argv)
-    arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
-    if (caller := caller_file(os.environ)) is not None:
+    arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]  # to say how to repeat it
+    if (caller := caller_file(os.environ)) is not None:  # a Python program has started this process
         arguments.typed = []  # nobody can repeat this command by typing it
         end_with_parent()
     try:
-        use_torchrun_variables(os.environ)
+        use_torchrun_variables(os.environ)  # torchrun may have started one process on each node
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -180,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(error: FlashError, caller: Path | None) -> int:
     """Report an error of the command, and return the exit code.
 
-    A user reads it on standard error. A Python program that has started the command raises it, and finds it in the file
-    `caller`.
+    A user reads it on standard error. A Python program that has started the command finds it in the file `caller`, as
+    JSON with the name of the class (`error`) and the message, and raises it. None: a user has started the command.
     """
     if caller is None:
         sys.stderr.write(f"flash: error: {harmless(str(error))}\n")

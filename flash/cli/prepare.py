@@ -94,7 +94,7 @@ def run_install(arguments: argparse.Namespace) -> int:
     """Install all packages into the environment of this process, for `flash install`. Returns 1 if one fails."""
     from flash.install import making
 
-    cuda = arguments.cuda if arguments.cuda or arguments.cpu else None
+    cuda = arguments.cuda if arguments.cuda or arguments.cpu else None  # None: decided by the driver of this machine
     return making.report(lambda: making.complete(cuda, dry_run=arguments.dry_run))
 
 
@@ -109,7 +109,11 @@ def add_init(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write the files of a small project, for `flash init`. Prints the files and the next steps."""
+    """Write the files of a small project, for `flash init`. Prints the files and the next steps.
+
+    Raises:
+        ConfigError: the folder is not empty or cannot be written, or its name gives no name of a run.
+    """
     folder: Path = arguments.folder
     check_folder_writable(folder)
     name = run_name(folder)
@@ -124,6 +128,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     steps = [f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}"]
     if find_spec("torch") is None or find_spec("vllm") is None:
         steps.insert(0, "flash install")
+    # This command runs in a virtual environment that the user's shell has not activated.
     if sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
         steps.insert(0, f". {shlex.quote(sys.prefix)}/bin/activate")
     sys.stdout.write("\nGo on with:\n" + "".join(f"    {step}\n" for step in steps))
@@ -156,16 +161,20 @@ def add_doctor(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Make the checks of this machine and print the findings, for `flash doctor`. Returns 1 if something is missing."""
+    """Make the checks of this machine and print the findings, for `flash doctor`. Returns 1 if something is missing.
+
+    With a configuration, reading it is the first check. If it is invalid, the other checks are those for a small run.
+    """
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
 
-    config: list[Config] = []
+    config: list[Config] = []  # the configuration, if the user has named one and it is valid
     findings: list[Finding] = []
     if arguments.config:
         paths, overrides = split_arguments(arguments.config)
 
         def read(_: Config | None) -> Finding:
-            """Read the configuration, as the first check. The argument of a check is not needed."""
+            """Read the configuration into `config`, as the first check. The argument of a check is not needed. Runs in
+            a thread, which is left alone after CONFIG_S."""
             try:
                 from flash.run.checks.preflight import sft_problems, start_problems
 
@@ -191,13 +200,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def finding_lines(findings: list[Finding], width: int = 0) -> Iterator[str]:
-    """Yield the lines of a table of the findings, each finding with its advice below. `width`: least width of the names
-    of the checks."""
+    """Yield the lines of a table of the findings, each finding with its advice below. `flash doctor` and `flash
+    check-env` print them. `width`: least width of the names of the checks, in characters."""
     width = max(width, *(len(finding.check) for finding in findings))
     for finding in findings:
         first, *more = finding.text.splitlines() or [""]
         yield f"{finding.state:10}  {finding.check.ljust(width)}  {first}"
-        indent = " " * (width + 14)
+        indent = " " * (width + 14)  # the text begins here: after the state, the check, and two spaces after each
         yield from (indent + line for line in more)
         if finding.advice:
             yield f"{indent}→ {finding.advice}"
@@ -240,7 +249,10 @@ def uses_sandboxes(item: tuple[str, str]) -> bool:
 
 
 def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in a table with the key that holds it, and the key of each inner table with an empty text."""
+    """Yield each text in a table with the key that holds it, and the key of each inner table with an empty text.
+
+    Texts and tables in a list have the key of the list. `key`: key of `value`; empty for the outermost table.
+    """
     if isinstance(value, Mapping):
         yield key, ""
         for name, inner in cast("Mapping[str, Any]", value).items():
@@ -277,6 +289,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the memory that trainer ranks and engines need, for `flash plan`. Returns 1 if the ranks do not fit.
 
     In this case changes of the configuration are tried in the order of their cost, and printed.
+
+    Raises:
+        ConfigError: the configuration is invalid, or a model that it names is not there.
     """
     card = arguments.card_gib
     if not 0 < card < math.inf:
@@ -285,7 +300,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     config = load(paths, overrides, also=_missing_models)
     with tempfile.TemporaryDirectory(prefix="flash-plan-") as folder:
         made = _missing_shapes(config, Path(folder))
-        if made:
+        if made:  # read again, so that the models in the temporary folder are used
             overrides = [*overrides, *made]
             config = load(paths, overrides)
         return _print_plan(paths, overrides, config, card)
@@ -306,7 +321,11 @@ def _missing_shapes(config: Config, folder: Path) -> list[str]:
 
 
 def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gib: float) -> int:
-    """Print the plan of a configuration for a card of `card_gib` GiB. Returns the exit code of `flash plan`."""
+    """Print the plan of a configuration for a card of `card_gib` GiB: the memory of a trainer rank, changes that make
+    it fit if it does not, and the memory of an engine's GPU. Returns 0 if the trainer ranks fit, else 1.
+
+    `paths` and `overrides`: the files and settings that gave `config`.
+    """
     from flash.trainer.memory import engine_memory, rank_memory
     from flash.trainer.model.model import parameter_count
 
@@ -314,6 +333,7 @@ def _print_plan(paths: list[Path], overrides: list[str], config: Config, card_gi
     shares = config.engine.share_gpus and config.gpus_per_node > 0
     shared = config.engine.memory_fraction if shares else 0.0  # part of the card for an engine
     room = card * (1 - shared)  # bytes for a trainer rank
+    # `memory.parameters` is a count; all other numbers of `memory` and `engine` are bytes.
     memory = rank_memory(config, _ranks(config))
     write = sys.stdout.write
     write(f"{parameter_count(memory.parameters)} parameters\n\n{_trainer(config, memory)}")
@@ -357,10 +377,10 @@ def _ranks(config: Config) -> int:
 
 
 def _trainer(config: Config, memory: RankMemory) -> str:
-    """Return the table of a trainer rank's memory as text, for `_print_plan`."""
+    """Return the table of a trainer rank's memory as text, for `_print_plan`. Rows of 0 bytes are left out."""
     tokens = config.train.max_tokens_per_microbatch
     kept = "float32" if config.lora is None else f"{config.model.dtype}, adapters in float32"
-    rows = [
+    rows = [  # name, bytes, remark
         ("weights", memory.weights, f"{kept}, its part"),
         ("gradients", memory.gradients, ""),
         ("moments", memory.moments, config.train.optimizer),
@@ -406,32 +426,37 @@ def _remedy(paths: list[Path], overrides: list[str], config: Config, room: float
 def _changes(config: Config) -> Iterator[tuple[list[str], str]]:
     """Yield changes of the configuration in the order of their cost, each with a phrase for its effect and cost.
 
-    A change is a list of overrides. It contains the earlier changes, because the cheapest remedies are used together.
+    A change is a list of overrides. It contains the earlier changes, because the cheapest remedies are used together. A
+    key that is changed further has only its last value. Nothing is yielded for a part that is set already.
     """
     train, cluster = config.train, config.cluster
-    changes: list[str] = []
+    changed: dict[str, object] = {}  # values of the changed keys so far, by dotted key
+
+    def with_change(more: dict[str, object]) -> list[str]:
+        """Change further keys, and return all changes so far as overrides."""
+        changed.update(more)
+        return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in changed.items()]
+
     if not train.activation_checkpointing:
-        changes = ["train.activation_checkpointing=true"]
-        yield changes, "of each layer only the input is kept; it runs again in the backward pass: a third more time"
-    tokens, before = train.max_tokens_per_microbatch, changes
+        effect = "of each layer only the input is kept; it runs again in the backward pass: a third more time"
+        yield with_change({"train.activation_checkpointing": True}), effect
+    tokens = train.max_tokens_per_microbatch
     while tokens // 2 >= config.model.max_length:  # a micro-batch must hold the longest sequence
         tokens //= 2
-        changes = [*before, f"train.max_tokens_per_microbatch={tokens}"]
-        yield changes, "activations of half as many tokens; layers are gathered twice as often"
+        effect = "activations of half as many tokens; layers are gathered twice as often"
+        yield with_change({"train.max_tokens_per_microbatch": tokens}), effect
     offload = [*train.offload]
     for name, effect in OFFLOADED.items() if config.gpus_per_node > 0 else ():
         # Only AdamW can offload moments alone; "weights" offloads the moments, too.
         moments_alone = train.optimizer == "adamw" and "weights" not in offload
         if name not in offload and (name != "moments" or moments_alone):
             offload.append(name)
-            before = [change for change in changes if not change.startswith("train.offload")]
-            changes = [*before, f"train.offload={json.dumps(offload, separators=(',', ':'))}"]
-            yield changes, effect
+            yield with_change({"train.offload": offload}), effect
     trainer_nodes = cluster.trainer_nodes
     while (trainer_nodes := 2 * trainer_nodes) * cluster.trainer_ranks <= MOST_RANKS:
-        nodes = cluster.nodes + trainer_nodes - cluster.trainer_nodes
-        change = [*changes, f"cluster.trainer_nodes={trainer_nodes}", f"cluster.nodes={nodes}"]
-        yield change, "each rank keeps half as much"
+        nodes = cluster.nodes + trainer_nodes - cluster.trainer_nodes  # engines keep their nodes
+        effect = "each rank keeps half as much"
+        yield with_change({"cluster.trainer_nodes": trainer_nodes, "cluster.nodes": nodes}), effect
 
 
 def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
@@ -456,7 +481,11 @@ def add_fetch(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
-    """Get a pretrained model as a folder unless it is there, for `flash fetch`; without a name, list the models."""
+    """Get a pretrained model as a folder unless it is there, for `flash fetch`; without a name, list the models.
+
+    Raises:
+        FlashError: there is no such model, the folder has another content, or the model cannot be fetched.
+    """
     if arguments.model is None:
         if arguments.to is not None:
             raise ConfigError(
@@ -474,7 +503,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no model {arguments.model!r}: expected one of {known}, or a .gguf file{near}")
     default = source.with_suffix(".hf") if isinstance(source, Path) else MODELS / source.name
     folder = arguments.to or default
-    refuse_unrecorded(folder)
+    refuse_unrecorded(folder)  # a folder of another origin is not overwritten
     made = fetch(source, folder, DeadlinesConfig().rendezvous)
     sys.stdout.write(one_line(str(folder)) + ("\n" if made else " is there already\n"))
     return 0

@@ -2,6 +2,13 @@
 
 Each command has a function `add_COMMAND`, which adds its parser, and a function `run_COMMAND`, which carries it out and
 returns the exit code. `flash.cli.main.COMMANDS` lists the functions `add_COMMAND`.
+
+A *version* is the weights after a number of steps: step N trains version N into version N + 1. A *bundle* is a file of
+recorded batches with all that their replay needs, also the metrics of the run, and of the replay with which the maker
+of the bundle has tried it. A replay runs on one rank, on the CPU if there is no GPU. Results are equal bit for bit only
+on the same build: the same processor, device and versions of packages.
+
+The commands raise a FlashError for wrong arguments, damaged recordings and models that cannot be read.
 """
 
 from __future__ import annotations
@@ -110,6 +117,7 @@ def run_bundle(arguments: argparse.Namespace) -> int:
     check_writable(output)
     import_from(map(os.path.abspath, config.env.folders))
     before = set(sys.modules)
+    # This checks the configuration, which imports the objective, and modules that it uses: the code of the bundle.
     config = load_recorded([directory.config], overrides)
     code = own_sources(config.algorithm.objective, set(sys.modules) - before)
     make_fetched(config)
@@ -231,11 +239,13 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> int:
     """
     head, planned = bundle.head, bundle.planned
     files, overrides = split_arguments([str(bundle.config), *arguments.config])
-    named = given(files[1:], overrides)
+    named = given(files[1:], overrides)  # keys of the user, without those of the bundle's own file
     if "model.path" in named:
         raise ConfigError(
             "model.path: expected the bundle's model; --model names a folder for a bundle without weights"
         )
+    # The checks import the objective, so the user must trust the bundle before. An objective that the user has named in
+    # its place is the user's own code.
     config = load_recorded(files, overrides, checked=False)
     if config.algorithm.objective == bundle.objective and runs_foreign_code(bundle.objective):
         _admit_code(arguments, bundle)
@@ -270,7 +280,8 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> int:
     _write_json(arguments.json, output, differences)
     if named or here != head.build or config.gpus_per_node > 0:
         return 0
-    # The last result is that of the replay that made the bundle. A result of the run may come before it.
+    # The last result is that of the replay that made the bundle. A result of the run may come before it, which must be
+    # equal only if one CPU rank has trained the run.
     first = 0 if one_cpu_rank else -1
     different = [comparison.different for comparison in output.comparisons[first:]]
     different += [len(one.found) for one in list(differences.values())[first:]]
@@ -278,7 +289,7 @@ def _replay_bundle(arguments: argparse.Namespace, bundle: Bundle) -> int:
 
 
 def _admit_code(arguments: argparse.Namespace, bundle: Bundle) -> None:
-    """Add the code of a bundle to the import path if the user trusts it.
+    """Add the code of a bundle to the import path if the user trusts it (`--trust`). Prints a line about it.
 
     Raises:
         ConfigError: the user has not said so.
@@ -296,12 +307,16 @@ def _admit_code(arguments: argparse.Namespace, bundle: Bundle) -> None:
 
 
 class Difference(NamedTuple):
-    """Metric of a step that differs between two trainings of it. None: the value was not finite."""
+    """Metric of a step that differs between two trainings of it."""
 
     step: int
+    """Number of the step."""
     metric: str
+    """Name of the metric."""
     here: float | None
+    """Value of the present replay; None if it is not finite."""
     there: float | None
+    """Value of the other training; None if it is not finite."""
 
     @property
     def relative(self) -> float:
@@ -321,7 +336,11 @@ class _Differences(NamedTuple):
 
 
 def _differences(ours: Sequence[Mapping[str, float | None]], theirs: Sequence[MetricRow]) -> _Differences:
-    """Compare each metric that two lists of rows have for the same step."""
+    """Compare each metric that two lists of rows have for the same step.
+
+    A row has the metrics of one step, by name; `step` is its number. `ours`: rows of the present replay; `theirs`: rows
+    of the other training. Metrics and steps that only one side has are left out.
+    """
     others = {row.get("step"): row for row in theirs}
     compared, found = 0, list[Difference]()
     for row in map(metric_row, ours):
@@ -334,7 +353,8 @@ def _differences(ours: Sequence[Mapping[str, float | None]], theirs: Sequence[Me
 
 
 def _print_differences(differences: _Differences, origin: str) -> None:
-    """Print the metrics that differ, the largest differences first. `origin`: the other metrics, as a possessive."""
+    """Print the metrics that differ, the largest differences first, at most SHOWN_DIFFERENCES of them. `origin`: the
+    other metrics, as a possessive, such as `the run's`."""
     compared, found = differences
     if not compared:
         _print_line(f"metrics: none of {origin} can be compared")
@@ -348,7 +368,12 @@ def _print_differences(differences: _Differences, origin: str) -> None:
 
 
 class _Output:
-    """Printed lines of a replay, and the results that they show."""
+    """Printed lines of a replay, and the results that they show. `replay` and `make_bundle` call the methods.
+
+    Args:
+        run_rows: metrics of the run, a row for each step.
+        first: version with which the replay begins.
+    """
 
     def __init__(self, run_rows: Sequence[MetricRow], first: int) -> None:
         self._run_rows = {row.get("step"): row for row in run_rows}
@@ -359,7 +384,8 @@ class _Output:
         """Comparisons of the replayed weights."""
 
     def show_step(self, row: dict[str, float]) -> None:
-        """Print the metrics of a step, each beside its value in the run."""
+        """Keep the metrics of a step, `row`, and print REPLAY_METRICS, each beside its value in the run. The first call
+        prints the header of the table."""
         if not self.rows:
             names = " ".join(f"{name:>{REPLAY_WIDTH}} {'the run':>{REPLAY_WIDTH}}" for name in REPLAY_METRICS)
             _print_line(f" step {names}")
@@ -369,13 +395,13 @@ class _Output:
         _print_line(f"{int(row['step']):5d} " + " ".join(cells))
 
     def show_comparison(self, found: Comparison) -> None:
-        """Print the difference of the replayed weights to other weights of the same version."""
+        """Keep a comparison, and print the difference of the replayed weights to other weights of the same version."""
         self.comparisons.append(found)
         name = f"version {found.version}"
         which = f"{found.different} of {found.tensors} tensors differ"
         if found.different == 0:
             _print_line(f"{name}: every weight equals {found.origin}, bit for bit")
-        elif found.largest is not None:
+        elif found.largest is not None:  # else only checksums of the other weights are known
             _print_line(
                 f"{name}: weights differ from {found.origin} by at most {found.largest:.2g}; they have moved by at "
                 f"most {found.moved:.2g} since version {self._first}; {which}, the first is {found.first}"
@@ -388,7 +414,8 @@ class _Output:
 
 
 def _replay(arguments: argparse.Namespace, config: Config, planned: ReplayPlan, batches: Path, output: _Output) -> None:
-    """Train the planned steps, and print and export the results."""
+    """Train the planned steps, print the results, and export the weights if `--export` names a folder. `batches`:
+    folder of the recorded batches."""
     replay(
         config,
         planned,
@@ -400,7 +427,11 @@ def _replay(arguments: argparse.Namespace, config: Config, planned: ReplayPlan, 
 
 
 def _write_json(file: Path | None, output: _Output, differences: Mapping[str, _Differences] | None = None) -> None:
-    """Write the results to the file of `--json`, if it is given. `differences`: those of metrics, of a bundle."""
+    """Write the results to the file of `--json`; None: write nothing.
+
+    `steps` has the metrics of each step, and `comparisons` those of weights. For a bundle, `metrics` has the
+    differences of the metrics, given as `differences` by the phrase for their origin.
+    """
     if file is None:
         return
     found: dict[str, Any] = {
@@ -426,7 +457,7 @@ def _check_model(config: Config, cure: str) -> None:
 
 def _print_device(config: Config) -> None:
     """Print a line if the run had GPUs and the replay has none."""
-    if on_this_machine(config) is not config:
+    if on_this_machine(config) is not config:  # it returns another configuration only in that case
         _print_line("[the run trained on GPUs, and there is none here: on the CPU results differ by rounding]")
 
 

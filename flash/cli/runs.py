@@ -3,6 +3,14 @@
 They are view, watch, plot, compare, trace, track, export and rhythm. Each command has a function `add_COMMAND`, which
 adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code. `flash.cli.main.COMMANDS`
 lists the functions `add_COMMAND`. Packages that take long to import are imported when a command needs them.
+
+A command that cannot work with its arguments or its run raises a ConfigError, for which `flash.cli.main` prints the
+message and exits with 2.
+
+`flash rhythm` measures the attention of a model in responses, as training with `algorithm.rhythm` does, which gives
+some tokens larger advantages. *Local* attention heads look back few tokens, *global* ones many. A *plan* is a token
+where the distance that local heads look back changes most. An *anchor* is a token at which later tokens look most
+(*FAI*, future attention influence).
 """
 
 from __future__ import annotations
@@ -78,7 +86,11 @@ def add_view(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_view(arguments: argparse.Namespace) -> int:
-    """Serve a page with the runs until an interrupt, for `flash view`. Prints the address of the page."""
+    """Serve a page with the runs until an interrupt, for `flash view`. Prints the address of the page.
+
+    The page shows all runs that the user has named. If none is named, it shows the newest one first, and lists the
+    others in the folder of runs.
+    """
     named: list[Path] = arguments.run_dir
     paths = [run_directory(path).path for path in named] or runs_in(OUTPUTS, "view")
     if not 0 <= arguments.port <= 65535:
@@ -98,7 +110,8 @@ def run_view(arguments: argparse.Namespace) -> int:
 
 
 async def _serve_page(app: Starlette, port: int, shown: str) -> None:
-    """Serve the page until SIGINT or SIGTERM. `shown` names the runs in the line with the address."""
+    """Serve the page until SIGINT or SIGTERM. `port`: TCP port, 0 for any free one; `shown` names the runs in the line
+    with the address."""
     from flash.http.server import HttpAddress, open_socket, serving
 
     address = HttpAddress(port=port)
@@ -180,6 +193,7 @@ def add_compare(commands: CommandParsers) -> argparse.ArgumentParser:
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print the results of several runs, and the settings in which they differ, for `flash compare`."""
     runs = [read_run(run_directory(path).path) for path in (arguments.run_dir, *arguments.other)]
+    # A row of the table is a name, and a text for each run. `apart` has a row for each setting that differs.
     apart = differences(runs)
     rows = [("run", [str(run.path) for run in runs]), *results(runs)]
     rows += [("", [""] * len(runs)), ("configuration", ["" if apart else "the same"] * len(runs)), *apart]
@@ -228,6 +242,7 @@ def run_track(arguments: argparse.Namespace) -> int:
     """Send the rows of a run to each tracker that does not have them yet, for `flash track`. Prints their number."""
     directory = run_directory(arguments.run_dir)
     recorded = settings(directory).get("track", {}).get("to", [])
+    # An entry with a colon is the import path of a user's own tracker, which gets rows only during the run.
     names = [arguments.to] if arguments.to else [name for name in recorded if ":" not in name]
     if not names:
         raise ConfigError(
@@ -248,8 +263,9 @@ def _send_rows(directory: RunDirectory, name: TrackerName, project: str | None) 
 
     Raises:
         ConfigError: the tracker is unknown, not installed or busy, or has failed.
+        FlashError: any other error of Flash, such as a file of the run directory that cannot be written.
     """
-    if name not in TRACKERS:
+    if name not in TRACKERS:  # the recorded configuration of a run of another version is not checked
         raise ConfigError(f"track.to: expected one of {', '.join(TRACKERS)}, got {name!r}")
     if (problem := not_installed(name)) is not None:
         raise ConfigError(problem)
@@ -297,7 +313,8 @@ def add_export(commands: CommandParsers) -> argparse.ArgumentParser:
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the weights of a run or of a checkpoint as a model folder, for `flash export`.
 
-    Prints what the folder contains, and what can read it.
+    Prints what the folder contains, and what can read it. A run with `[lora]` gives a folder of adapters, unless
+    `--merge` asks for the whole model.
     """
     named: Path = arguments.weights.absolute()
     folder: Path = arguments.folder
@@ -406,7 +423,8 @@ def _rhythm_config(arguments: argparse.Namespace) -> Config | None:
     """Return the configuration of the run that the user has named for `flash rhythm`; None if it is a model.
 
     Raises:
-        ConfigError: a model is named without a text, so there is nothing to examine.
+        ConfigError: the run's configuration is invalid, or a model is named without a text, so there is nothing to
+            examine.
     """
     directory = RunDirectory(Path(arguments.what))
     if directory.config.is_file():
@@ -444,13 +462,18 @@ def _check_rhythm(arguments: argparse.Namespace, config: Config | None) -> None:
 def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Generator[RhythmWeights]:
     """Yield the weights to examine. A checkpoint is written to a model folder that exists while the block runs.
 
-    `config` is the configuration of the run; None if the user has named a model. Raises ConfigError.
+    `config` is the configuration of the run; None if the user has named a model.
+
+    Raises:
+        ConfigError: there is no such model, or a checkpoint is named without its run.
+        CheckpointError: the checkpoint cannot be read.
     """
     from flash.run.models import chosen_model, model_folder
     from flash.trainer.checkpoint_files import MANIFEST, read_manifest
 
     named = chosen_model(arguments.model or arguments.what)
     if config is None:
+        # Only the configuration of its run says which architecture and tokenizer a checkpoint needs.
         if (Path(named) / MANIFEST).is_file():
             raise ConfigError(f"{named} is a checkpoint: name its run, and the checkpoint with --model")
         yield RhythmWeights(ModelConfig(path=named, dtype="float32"), named)
@@ -462,7 +485,8 @@ def _rhythm_weights(arguments: argparse.Namespace, config: Config | None) -> Gen
 
 
 def _rhythm_responses(arguments: argparse.Namespace, tokenizer: Any) -> RhythmResponses:
-    """Return the responses to examine: the text that the user has named, or recorded samples of the run."""
+    """Return the responses to examine: the text that the user has named, or recorded samples of the run. Raises
+    ConfigError if a file or a recorded batch cannot be read."""
     from flash.run.rhythm import recorded_responses, text_responses
 
     if arguments.text is not None:
@@ -481,7 +505,11 @@ def _check_shown(arguments: argparse.Namespace, responses: RhythmResponses) -> N
 
 
 def _print_rhythm(seen: MeasuredRhythm, show: int) -> None:
-    """Print the findings of all responses, and the response of number `show` token by token."""
+    """Print the findings about all responses, and then response number `show`, from 0, token by token.
+
+    The findings are: the weights; the number of responses and of their tokens; the local and global heads, each with
+    its span, the mean distance that it looks back; and the comparisons of plans and anchors with other tokens.
+    """
     lines: list[str] = []
     columns = shutil.get_terminal_size().columns
     response = seen.responses[show]
@@ -496,6 +524,7 @@ def _print_rhythm(seen: MeasuredRhythm, show: int) -> None:
     lines += head_lines(seen.heads, columns)
     lines.append("")
     lines += coupling_lines(seen.couplings)
+    # FAI counts only tokens that are at least `nearest` tokens apart, so in short responses there may be none.
     if not any(any(one.fai) for one in seen.responses):
         lines.append(
             f"FAI is 0: no token has others of its response nearest = {seen.options.nearest} or more after it; lower it"

@@ -65,7 +65,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.json, arguments.transcripts)
     config, model = load_named(arguments)
-    if arguments.samples is not None:
+    if arguments.samples is not None:  # read again, so that the value is checked like that of any key
         config, model = load_named(arguments, *_several_answers(arguments.samples, config))
     sampled, samples = play_model(config, model, evaluate)
     found = best_of_each(rewards_by_problem(samples))
@@ -80,7 +80,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def _several_answers(samples: int, config: Config) -> list[str]:
-    """Return the overrides with which `config` evaluates `samples` answers per problem, the value of `--samples`."""
+    """Return the overrides with which `config` evaluates `samples` answers per problem, the value of `--samples`. May
+    print a line about the temperature on stderr."""
     # At temperature 0 several answers would be equal, so the temperature of training is used, which a line reports.
     temperature = config.eval.temperature
     if samples > 1 and temperature == 0:
@@ -90,7 +91,8 @@ def _several_answers(samples: int, config: Config) -> list[str]:
 
 
 def rewards_by_problem(samples: Sequence[Sample]) -> list[list[float]]:
-    """Return the rewards of the answers to each problem, in one list per problem."""
+    """Return the rewards of the answers to each problem, in one list per problem. The answers to a problem form a
+    group."""
     problems: dict[int, list[float]] = {}
     for sample in samples:
         problems.setdefault(sample.group_id, []).append(sample.reward)
@@ -98,7 +100,8 @@ def rewards_by_problem(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def evaluation_json(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
-    """Return the content of the file of `--json`: `row`, the row of the evaluation, and `found`, the pass@k for each k.
+    """Return the content of the file of `--json`: the numbers of `row`, the row of the evaluation, by name; `time`, the
+    present Unix time in seconds; and `best_of`, the list of `found`, the pass@k for each k with its interval.
 
     If a reward is neither 0 nor 1, `found` has the mean of the best of k rewards instead of pass@k.
     """
@@ -215,6 +218,8 @@ def load_named(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     if len(paths) > 1 and (run := next((path for path in paths if RunDirectory(path).config.is_file()), None)):
         raise ConfigError(f"{run} is a run, which has its own configuration: name it alone, or with --model {run}")
     only = paths[0]  # the only path, except for configuration files, of which there may be several
+    # The first two cases are a run, and a model with --env. The other cases are mistakes. Anything else is the path of
+    # a configuration file, which `load` reads.
     if RunDirectory(only).config.is_file() and arguments.env is None:
         named = named or str(only)
         paths, overrides = [RunDirectory(only).config], [*overrides_of_run(named), *overrides]
@@ -261,8 +266,9 @@ def _nothing_named(model: str | None) -> str:
 
 
 def _with_its_run(checkpoint: Path) -> str:
-    """Return the error message for a command line that names a checkpoint alone."""
-    run = Path(os.path.normpath(checkpoint / ".." / ".."))
+    """Return the error message for a command line that names a checkpoint alone. It names the run of the checkpoint if
+    that is two folders above."""
+    run = Path(os.path.normpath(checkpoint / ".." / ".."))  # RUN_DIR/checkpoints/CHECKPOINT
     shown = run if RunDirectory(run).config.is_file() else "RUN_DIR"
     return f"{checkpoint} is a checkpoint: name its run as well: {shown} --model {checkpoint}"
 
@@ -276,6 +282,10 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
         config: the configuration.
         named: the model, as the user has named it. None: that of `model.path`, which is made if it is missing.
         play: coroutine function that plays the episodes, such as `flash.run.sampling.evaluate`.
+
+    Raises:
+        ModuleNotFoundError: torch or vLLM is not installed.
+        FlashError: the model cannot be made or loaded, the environment cannot be played, or the engines are gone.
     """
     from flash.environment.load import LoadedEnvironment
     from flash.observe.rundir.samples import readable
@@ -316,4 +326,5 @@ def play_model(config: Config, named: str | None, play: Any) -> tuple[Sampled, l
     for note in sampled.notes:
         sys.stderr.write(f"{harmless(note)}\n")
     texts = tokenizer.token_texts
+    # The samples are not trained, so there is no step from which their ages could count: 0.
     return sampled, [readable(played, 0, texts(played.tokens().tolist())) for played in sampled.trajectories]

@@ -2,6 +2,9 @@
 
 A sweep is the cartesian product of the values of its keys. Each cell is a separate simulation in a worker process. All
 cells are checked before the first one runs. torch and vllm are never imported here.
+
+With `--faults`, a *seed* stands for a random configuration with random faults, which is simulated. The run must keep
+certain *laws*, for example that no sample is lost (`flash.simulate.faults`).
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 
 def check_simulate(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if arguments of `flash simulate` contradict each other."""
+    """Raise ConfigError if arguments of `flash simulate` contradict each other, a number is out of its range, or the
+    file of `--trace` cannot be written."""
     of_faults = {"--seeds": arguments.seeds, "--from": arguments.first, "--seed": arguments.seed}
     given = [name for name, value in (of_faults | {"--trace": arguments.trace}).items() if value is not None]
     if not arguments.faults:
@@ -141,11 +145,15 @@ def check_simulate(arguments: argparse.Namespace) -> None:
 
 
 def play_faults(first: int, count: int) -> int:
-    """Play seeds on all cores, print each that breaks a law in a smaller form, and return 1 if one does."""
+    """Play `count` seeds from `first` on all cores. Returns 1 if one of them breaks a law, else 0.
+
+    Prints each seed that breaks a law, the first MOST_SHRUNK of them also in a smaller form, with fewer faults, that
+    breaks the same law. At the end, prints how often each kind of fault has happened.
+    """
     from flash.simulate.faults.play import play_seed, shrunk
 
-    befallen: Counter[str] = Counter()
-    failed = 0
+    befallen: Counter[str] = Counter()  # number of faults by kind
+    failed = 0  # number of seeds that break a law
     for played in _in_workers(play_seed, range(first, first + count)):
         befallen.update(played.faults)
         if played.law:
@@ -158,7 +166,10 @@ def play_faults(first: int, count: int) -> int:
 
 
 def replay_faults(seed: int, trace: Path | None) -> int:
-    """Play one seed, print what it finds, write its events to `trace`, and return 1 if it breaks a law."""
+    """Play one seed in this process, and print the broken law and the faults. Returns 1 if it breaks a law, else 0.
+
+    `trace`: file for the events of the run, one JSON object in each line; None: write none.
+    """
     from flash.simulate.faults.play import play
     from flash.simulate.faults.scenario import draw
 
@@ -202,7 +213,8 @@ def simulate_command(
     keys = [sweep.key for sweep in parsed]
     if repeated := {key for key in keys if keys.count(key) > 1}:
         raise ConfigError(f"--sweep names `{min(repeated)}` more than once; give all its values at once")
-    # The settings of each cell, by key. Without a sweep there is one cell without settings.
+    # The settings of each cell, by key. The values of the last key change fastest. Without a sweep there is one cell
+    # without settings.
     settings = [dict(zip(keys, values, strict=True)) for values in product(parsed)]
     configs = [
         load(paths, [*overrides, *(f"{key}={value}" for key, value in setting.items())], simulated=True)
@@ -238,7 +250,8 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
 def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Generator[ResultT]:
     """Call a function of a module with each item, in one process per core, and yield the results in order.
 
-    A single item is handled in this process.
+    A single item is handled in this process. An error of the function is raised here. If a worker process dies, the
+    error names its end (`worker_deaths_named`). If the caller is interrupted, the workers are terminated.
     """
     if len(items) == 1:
         yield function(items[0])
@@ -249,7 +262,7 @@ def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) ->
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent)
     with worker_deaths_named("simulates a run"), pool, _workers_end_with_us():
-        with _interrupts_held_back():
+        with _interrupts_held_back():  # `map` starts the workers
             results = pool.map(function, items)
         yield from results
 
@@ -295,8 +308,11 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def split_values(text: str) -> list[str]:
-    """Split the values of a sweep at commas that are outside of brackets: a value may be a list or a table of TOML."""
-    parts, depth = [""], 0
+    """Split the values of a sweep at commas that are outside of brackets: a value may be a list or a table of TOML.
+
+    Values are stripped of spaces, and may be empty. Quotes have no meaning here: a comma in a text divides it.
+    """
+    parts, depth = [""], 0  # `depth`: number of brackets that are open
     for character in text:
         depth += (character in OPENING) - (character in CLOSING)
         if character == "," and depth == 0:
@@ -328,13 +344,14 @@ def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
 
 
 def recommend(cells: Sequence[SweepCell]) -> SweepCell:
-    """Return the cell that `flash simulate` recommends: of cells within CLOSE of the highest throughput, the one with
-    the youngest tokens.
+    """Return the cell that `flash simulate` recommends: of cells within CLOSE of the highest throughput, the one whose
+    oldest trained token has the lowest age in versions.
 
-    Of cells with tokens of equal age, this is the one that wastes the fewest tokens, and then the fastest.
+    Of cells with equal ages, this is the one that wastes the smallest share of tokens, and then the fastest.
     """
     fastest = max(cell.report.tokens_per_s for cell in cells)
     near = [cell for cell in cells if cell.report.tokens_per_s >= (1 - CLOSE) * fastest]
+    # Shares of waste that differ by less than a thousandth count as equal, because they are random.
     return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.tokens_per_s))
 
 
@@ -356,10 +373,16 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 
 
 def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, Any]:
-    """Fit a `[simulate]` table to a run, write it, and predict the run with it. Returns the table.
+    """Fit a `[simulate]` table to a run, write it, and predict the run with it. Returns the table, by key.
+
+    Prints the fitted values, and the predicted time of a step beside the measured one.
+
+    Args:
+        run_dir: folder of the run.
+        output: file to write; None: `fitted.toml` in the folder of the run.
 
     Raises:
-        ConfigError: the run has no measurements to fit to.
+        ConfigError: the run has no measurements to fit to, or the file cannot be written.
     """
     file = run_dir / "fitted.toml" if output is None else output
     check_writable(output)

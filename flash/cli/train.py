@@ -93,7 +93,9 @@ def carry_out(
 ) -> int:
     """Check a configuration, then try it (`--dry-run`) or start the run; return the exit code.
 
-    `flash train` and `flash sft` call this with functions of their own.
+    `flash train` and `flash sft` call this with functions of their own. The exit code is that of `begin`, and 0 after a
+    dry run or if a resumed run has nothing left to do. At the end of a run that has failed or was interrupted, a line
+    says how to continue it.
 
     Args:
         arguments: the arguments of the command line.
@@ -102,6 +104,9 @@ def carry_out(
         begin: runs a checked configuration and returns its exit code.
         complete: called once with the checked configuration, before the dry run or the start. Returns it with the
             values that the command itself determines, such as the number of steps of `flash sft`.
+
+    Raises:
+        FlashError: the configuration is invalid, or a part of it fails in the dry run or at the start.
     """
     from flash.run.checks.preflight import changes_without_effect
 
@@ -127,6 +132,7 @@ def carry_out(
         return 0
     before = run_mark(config)
     code = begin(config)
+    # After LOST the run goes on without this node. `typed` is empty if a Python program has started the command.
     if code not in (End.OVER, LOST) and arguments.typed:
         end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
         say(f"{end}; {how_to_continue(config, arguments.typed, before)}")
@@ -141,8 +147,9 @@ def how_to_continue(config: Config, typed: Sequence[str], before: RunMark) -> st
 
     Args:
         config: configuration of the run.
-        typed: the command that the user has typed.
-        before: result of `run_mark` before the run was started.
+        typed: the words of the command that the user has typed.
+        before: result of `run_mark` before the run was started; None if the run directory held no run. It is not used
+            if the run was resumed.
     """
     from flash.run.processes.launcher import resume_command
     from flash.run.restart import is_done, run_mark
@@ -186,7 +193,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
     """
     from flash.run.checks.preflight import sft_problems, too_many_steps
 
-    tokens: list[CourseTokens] = []
+    tokens: list[CourseTokens] = []  # tokens of all rows; `complete` puts them here for `try_out` and `begin`
 
     def complete(config: Config) -> Config:
         """Tokenize the rows, and return the configuration with the number of steps that follows from them."""
@@ -243,7 +250,10 @@ def add_join(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_join(arguments: argparse.Namespace) -> int:
-    """Join a run and serve it until it is over or a signal arrives, for `flash join`. Returns the exit code."""
+    """Join a run and serve it until it is over or a signal arrives, for `flash join`. Returns the exit code.
+
+    A setting must be one of OWN_KEYS, the keys that may differ between machines.
+    """
     from flash.run.processes.launcher import OWN_KEYS, join
 
     overrides = [argument for argument in arguments.where if is_setting(argument)]
@@ -271,7 +281,8 @@ def add_drain(commands: CommandParsers) -> argparse.ArgumentParser:
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
-    """Ask the hub of a run to make a node leave, for `flash drain`. Does not wait until the node has left."""
+    """Ask the hub of a run, the process that coordinates it, to make a node leave, for `flash drain`. Does not wait
+    until the node has left."""
     import anyio
 
     from flash.hub import protocol as p
