@@ -179,7 +179,10 @@ def _output_apart() -> Generator[Callable[[str], None]]:
 
 
 def named_environment(words: list[str], options: list[str]) -> Config:
-    """Return the configuration with the environment that the user has named.
+    """Return the configuration with the environment that the user has named, and add the folders of its modules to
+    Python's import path.
+
+    The configuration is not resolved, and only the table `[env]` is checked: no model or GPU is needed.
 
     Args:
         words: the import path of the environment, configuration files and settings.

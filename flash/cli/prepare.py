@@ -222,7 +222,7 @@ def containers(config: Config | None) -> Finding:
 
     from flash.run.checks.doctor import missing, not_needed, ok
 
-    wanted, remote = False, None
+    wanted, remote = False, None  # `remote`: address of a service that has the sandboxes, from the option `at`
     if config is not None:
         wanted = any(uses_sandboxes(item) for item in _items({"path": config.env.path, **config.env.options}))
         remote = next((text for key, text in _items(config.env.options) if key == "at" and text != "local"), None)

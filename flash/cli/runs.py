@@ -405,6 +405,7 @@ def run_rhythm(arguments: argparse.Namespace) -> int:
         tokenizer = HfTokenizer(weights.model)
         responses = _rhythm_responses(arguments, tokenizer)
         _check_shown(arguments, responses)
+        # Number of the response to draw, and number of the token with which the plot begins.
         drawn = (arguments.show, arguments.at or 0) if arguments.plot is not None else None
         measured, picture = examine_responses(
             weights.model, weights.description, responses, options, tokenizer.token_texts, drawn

@@ -98,7 +98,7 @@ def _cut(plain: Callable[[str], str], text: Any, method: str, *args: Any, **more
     unmarked: Any = _without(text, plain)
     if method == REPLACE:
         old, new = args
-        if unmarked == text or not old:
+        if unmarked == text or not old:  # an empty text occurs between all characters, and `split` refuses it
             return str(text).replace(old, new)
         # A marked text is divided at `old`, which is found without marks, and joined with `new`.
         return new.join(_cut(plain, text, "split", old))
