@@ -62,6 +62,7 @@ class ForkedEnds(Wrong):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: None) -> Path:
+    """Return the current directory, which has a module with faulty environments and a configuration that names one."""
     (tmp_path / "checked_env.py").write_text(MODULE)
     (tmp_path / "run.toml").write_text('env = { path = "checked_env:Wrong", options = { length = 3 } }')
     monkeypatch.chdir(tmp_path)
@@ -110,7 +111,7 @@ def test_nothing_that_the_environment_prints_is_in_the_json(folder: Path) -> Non
         (["missing.toml"], "missing.toml"),
     ],
 )
-def test_wrong_use_is_exit_code_2(
+def test_wrong_arguments_give_exit_code_2(
     folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check-env", *words]) == 2

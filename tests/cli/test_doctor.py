@@ -1,4 +1,4 @@
-"""`flash doctor` as a person, and a program, read it."""
+"""`flash doctor`: the findings as text and as JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ cluster = { gpus_per_node = 0 }
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the path of a valid configuration file, on a machine where no container engine answers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
     monkeypatch.setenv("FLASH_SANDBOX_TOKEN", "secret")
@@ -37,7 +38,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "run.toml")
 
 
-def test_it_tells_every_check_and_the_exit_code_says_whether_anything_is_missing(
+def test_it_reports_every_check_and_the_exit_code_is_1_if_anything_is_missing(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["doctor", config, "--json"])
@@ -47,7 +48,7 @@ def test_it_tells_every_check_and_the_exit_code_says_whether_anything_is_missing
     assert found[0]["state"] == "ok"
 
 
-def test_a_wrong_configuration_is_missing_something_and_the_machine_is_looked_at_all_the_same(
+def test_a_wrong_configuration_counts_as_missing_and_the_machine_is_checked_anyway(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", config, "run.stepz=3"]) == 1
@@ -79,7 +80,7 @@ def test_containers_are_missing_only_where_the_environment_runs_programs_in_them
     assert containers(remote).text == "the sandboxes come from the service at unix:/there"
 
 
-def test_advice_stands_below_what_was_found() -> None:
+def test_advice_is_printed_below_the_finding() -> None:
     told = list(
         finding_lines([Finding("missing", "two\nlines", "do this", "port"), Finding("ok", "well", "", "machine")])
     )

@@ -1,4 +1,4 @@
-"""The process of a command ends with it, and with an interrupt at any time, without a traceback."""
+"""The process of a command ends when the command ends, and on an interrupt at any time without a traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ entry.run(command)
 """
 
 
-def test_a_thread_that_never_comes_back_does_not_keep_the_process() -> None:
+def test_a_thread_that_never_ends_does_not_keep_the_process_alive() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(seconds=600)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""`flash export`: what it writes, and what it refuses before it writes anything."""
+"""`flash export`: the folder that it writes, and arguments that it refuses before it writes anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ cluster = { gpus_per_node = 0 }
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Path:
-    """A run that has left a model; the one that it began with is gone."""
+    """Return the directory of a run that has left a model. The model with which it began is gone."""
     (tmp_path / "ended" / "model").mkdir(parents=True)
     (tmp_path / "ended" / "config.toml").write_text(CONFIG)
     for name in ("config.json", "model.safetensors"):
@@ -30,7 +30,7 @@ def ended(tmp_path: Path) -> Path:
     return tmp_path / "ended"
 
 
-def test_of_a_run_that_has_ended_its_model_is_written(
+def test_the_model_of_a_run_that_has_ended_is_written(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "mine"
@@ -58,7 +58,7 @@ def test_weights_are_written_in_the_precision_of_the_model_that_the_run_began_wi
         assert described.get("dtype", described.get("torch_dtype")) == dtype
 
 
-def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_path: Path) -> None:
+def test_a_source_that_is_no_run_and_a_target_with_files_are_refused(ended: Path, tmp_path: Path) -> None:
     refused = (
         ((ended, ended), f"cannot write {ended}: there are files in it"),
         ((ended / "model", tmp_path / "new"), f"{ended / 'model'} is no run directory"),
@@ -72,7 +72,7 @@ def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_adapters_of_a_run_without_any_are_not_merged(
+def test_merge_is_refused_for_a_run_without_adapters(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(ended), str(tmp_path / "new"), "--merge"]) == 2

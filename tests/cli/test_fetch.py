@@ -1,4 +1,4 @@
-"""`flash fetch`: what can be had, and where it goes."""
+"""`flash fetch`: the models that it lists, and the folder of a converted file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash.config.models import PACKAGED
 from tests.gguf_files import write_gguf
 
 
-def test_without_a_name_it_lists_what_can_be_had_with_size_and_licence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_it_lists_the_models_with_size_and_licence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert len(told) == len(PACKAGED)
@@ -28,7 +28,7 @@ def test_a_folder_without_a_name_is_refused(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_a_name_that_is_not_known_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "smollm-135m"]) == 2
     assert capsys.readouterr().err == (
         "flash: error: there is no model 'smollm-135m': expected one of smollm2-135m, or a .gguf file; did you mean "
@@ -44,7 +44,7 @@ def test_another_persons_folder_is_refused_even_where_it_holds_a_model(
     assert f"{tmp_path} exists and was not made by flash fetch" in capsys.readouterr().err
 
 
-def test_a_file_becomes_a_folder_beside_it_or_where_it_is_told_to(
+def test_a_file_is_converted_to_a_folder_beside_it_or_at_the_named_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_gguf(tmp_path / "tiny.Q8_0.gguf")
@@ -57,7 +57,9 @@ def test_a_file_becomes_a_folder_beside_it_or_where_it_is_told_to(
     assert capsys.readouterr().out == f"{tmp_path / 'tiny.Q8_0.hf'} is there already\n"
 
 
-def test_the_name_of_a_file_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_the_name_of_a_file_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_gguf(tmp_path / "tiny\x1b[2J\n[done].gguf")
     assert main(["fetch", str(file)]) == 0
     said = capsys.readouterr().out.splitlines()

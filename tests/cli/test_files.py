@@ -1,4 +1,4 @@
-"""Files that commands write, and output that nobody reads."""
+"""Files that commands write and read, and an output without a reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flash.errors import ConfigError
 from flash.observe.rundir.rundir import RunDirectory
 
 
-def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(None, tmp_path / "new.json", tmp_path / "file")
     check_folder_writable(tmp_path / "new")
@@ -79,6 +79,7 @@ def test_a_folder_that_may_not_be_written_to_is_refused_before_any_work(tmp_path
 
 
 def a_run(folder: Path, *steps: int) -> Path:
+    """Return the run directory of a run that has made these steps."""
     run = RunDirectory.open(folder / "run", "")
     for step in steps:
         run.append_metrics({"step": step, "reward_mean": 0.5, "time": 10.0 + step, "wall_s": 1.0})
@@ -103,7 +104,7 @@ def test_plot_says_why_there_is_nothing_to_draw(
 
 
 @pytest.mark.parametrize(("name", "verb"), [("plots", "write"), ("metrics.jsonl", "read")])
-def test_plot_names_what_it_can_neither_read_nor_write(
+def test_plot_names_the_path_that_it_cannot_read_or_write(
     name: str, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path, 0, 1)
@@ -117,7 +118,7 @@ def test_plot_names_what_it_can_neither_read_nor_write(
     assert f"flash: error: cannot {verb} {run / name}" in capsys.readouterr().err
 
 
-def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) -> None:
+def test_output_without_a_reader_ends_a_command_without_a_message(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "flash", "plot", str(a_run(tmp_path, 0, 1))]
@@ -128,7 +129,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) 
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
-def test_replay_in_another_folder_than_the_runs_says_which_model_is_not_there(
+def test_replay_in_another_folder_than_the_runs_names_the_missing_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +163,7 @@ def test_a_command_works_without_an_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["compare", "outputs/one"], ["export"], ["view"], ["trace"]])
-def test_a_run_that_is_not_there_is_told_with_those_beside_it(
+def test_a_missing_run_is_reported_with_the_runs_beside_it(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -173,7 +174,7 @@ def test_a_run_that_is_not_there_is_told_with_those_beside_it(
     assert f"outputs/two; {tmp_path / 'outputs'} has one\n" in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_is_told_without_folders_that_are_no_runs(
+def test_a_missing_run_is_reported_without_folders_that_are_no_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -181,8 +182,8 @@ def test_a_run_that_is_not_there_is_told_without_folders_that_are_no_runs(
     assert capsys.readouterr().err == f"flash: error: there is no run {tmp_path / 'two'}\n"
 
 
-def test_a_run_at_which_the_file_system_cannot_look_is_refused_with_the_reason() -> None:
-    """As in a folder that may not be entered, which the user of a test may be allowed to."""
+def test_a_run_that_the_file_system_cannot_look_up_is_refused_with_the_reason() -> None:
+    """A name that is too long stands for a folder that may not be entered, because root may enter any folder."""
     path = Path("a" * 300)
     with pytest.raises(ConfigError, match=r"^a+ cannot be read: File name too long$"):
         run_directory(path)

@@ -1,4 +1,4 @@
-"""`flash init`: the project that it writes is whole, and nothing of a user's is written over."""
+"""`flash init`: the project that it writes is complete, and no file of a user is overwritten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from flash.errors import ConfigError
 def project(
     tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[Path, str]:
-    """A project in a path with spaces, which is the working directory, and what was said of it."""
+    """Return the folder of a new project, which has spaces in its path and is the working directory, and the output of
+    the command."""
     folder = tmp_path / "my first project"
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     assert main(["init", str(folder)]) == 0

@@ -1,4 +1,4 @@
-"""What `flash join` and `flash drain` refuse before they look for a hub, and how they name one that is not there."""
+"""`flash join` and `flash drain`: arguments that they refuse before they look for a hub, and a hub that is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flash.cli.main import main
         (["drain", "nowhere", "3"], "nowhere is no run directory"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_wrong_input_gives_an_error_of_one_line(
     arguments: list[str],
     words: str,
     tmp_path: Path,

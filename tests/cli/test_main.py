@@ -1,4 +1,4 @@
-"""The command line: what is read from where."""
+"""The command line: its arguments, the errors about them, and the dry run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ cluster = { gpus_per_node = 0 }
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model with a tokenizer."""
     folder = write_model(tmp_path_factory.mktemp("main") / "model", tied=True)
     save_tokenizer(folder, "envs.arithmetic:Arithmetic", {})
     return folder
@@ -33,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> str:
+    """Return the path of a configuration file that names the small model."""
     (tmp_path / "run.toml").write_text(CONFIG.replace("{model}", str(model)))
     return str(tmp_path / "run.toml")
 
@@ -91,7 +93,7 @@ DATA = '{{ path = "envs.dataset:DatasetEnv", options = {{ path = "{folder}/whole
         ("algorithm.teacher.path={folder}/other", "algorithm.teacher.path: the tokenizer of"),
     ],
 )
-def test_a_dry_run_names_what_would_only_show_later(
+def test_a_dry_run_finds_faults_that_would_otherwise_appear_later(
     override: str, error: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wrong_for_dry_run.py").write_text(MODULE)
@@ -114,9 +116,7 @@ def test_a_dry_run_names_what_would_only_show_later(
     assert "Traceback" not in told
 
 
-def test_a_dry_run_of_sft_looks_at_the_model_beside_the_rows(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_sft_checks_the_model_too(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (tmp_path / "sft.toml").write_text(
         f'run = {{ name = "taught", output_dir = "{tmp_path}" }}\nmodel = {{ path = "{model}", max_length = 32 }}\n'
@@ -129,7 +129,7 @@ def test_a_dry_run_of_sft_looks_at_the_model_beside_the_rows(
     assert "lora.targets: there is no 'nothing'" in capsys.readouterr().err
 
 
-def test_what_a_command_logs_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_log_records_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch"]) == 0
     # Not through a logger: those of a test session have other handlers.
     assert logging.lastResort is not None
@@ -162,7 +162,7 @@ def test_an_unknown_argument_is_refused_by_name(
         (["--hepl"], "unrecognized arguments: --hepl; did you mean `--help`?"),
     ],
 )
-def test_an_option_that_is_a_setting_or_misspelt_is_told_how_it_is_written(
+def test_the_error_about_an_option_that_is_a_setting_or_misspelt_shows_the_right_form(
     config: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -172,7 +172,7 @@ def test_an_option_that_is_a_setting_or_misspelt_is_told_how_it_is_written(
     assert said.startswith("usage: flash train")
 
 
-def test_a_command_that_there_is_not_is_told_by_its_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_about_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     for name, told in (("trian", "did you mean `flash train`?"), ("zzz", "`flash --help` lists them")):
         with pytest.raises(SystemExit, match="2"):
             main([name, "run.toml"])
@@ -180,7 +180,7 @@ def test_a_command_that_there_is_not_is_told_by_its_nearest(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", ["train", "watch", "rollout", "init"])
-def test_a_name_that_is_too_long_for_a_file_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_too_long_for_a_file_is_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "x" * 5_000]) == 2
     assert "File name too long" in capsys.readouterr().err
 
@@ -196,7 +196,8 @@ sys.modules.update(dict.fromkeys(brought))
 from flash.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
-"""A process that cannot import any package that only an extra brings."""
+"""Program that runs a command as if no package were installed that only an optional group of dependencies (an extra)
+installs."""
 
 
 @pytest.mark.parametrize(

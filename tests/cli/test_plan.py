@@ -1,4 +1,4 @@
-"""`flash plan`, as it is typed."""
+"""`flash plan`: the memory that it prints, and the changes that it proposes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = Qwen3Config(
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_printed_with_changes_that_fit(tmp_path: Path) -> None:
     SHAPE.save_pretrained(tmp_path)
     settings = [f"model.path={tmp_path}", "env.path=envs.arithmetic:Arithmetic", "env.options={}"]
     code, said = planned(tmp_path, EXAMPLE, *settings)
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path: Path) -> None:
     assert "nor with" in tried
     assert 'train.offload=["activations","moments","weights"]' in tried
     assert found
-    assert "cluster.trainer_nodes=" in refused, "more ranks than samples, which nobody has asked for"
+    assert "cluster.trainer_nodes=" in refused, "more ranks than samples are refused"
 
 
 @pytest.mark.parametrize("card", ["-3", "0", "nan", "inf"])

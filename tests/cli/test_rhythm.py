@@ -36,6 +36,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model with a tokenizer."""
     folder = write_model(tmp_path_factory.mktemp("rhythm") / "model", tied=True)
     save_tokenizer(folder, "envs.arithmetic:Arithmetic", {})
     return folder
@@ -43,7 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, model: Path) -> Path:
-    """Steps 3 and 4 of ten samples each, of which the eighth is too old to be trained, and the ninth one token long."""
+    """Return the directory of a run that has recorded steps 3 and 4, of ten samples each. In each step the eighth
+    sample is too old to be trained, and the ninth has only one token."""
     run = RunDirectory.open(tmp_path / "run", CONFIG.format(model=model))
     rng = np.random.default_rng(0)
     for step in (3, 4):
@@ -56,9 +58,10 @@ def run_dir(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture
 def flash(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command in this process."""
+    """Yield a function that runs `flash rhythm` in this process. Afterwards no process group may be left."""
 
     def command(*arguments: object) -> tuple[int, str, str]:
+        """Run the command. Returns its exit code, its output and its errors."""
         code = main(["rhythm", *map(str, arguments)])
         return code, *capsys.readouterr()
 
@@ -67,6 +70,7 @@ def flash(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 
 
 def written(folder: Path, **texts: str) -> list[Path]:
+    """Write a file for each text, named after its keyword, and return the paths."""
     paths = [folder / name for name in texts]
     for path, text in zip(paths, texts.values(), strict=True):
         path.write_text(text)
@@ -97,6 +101,8 @@ def test_a_text_is_looked_at_under_a_model(flash: Command, model: Path, tmp_path
 
 def test_a_text_after_a_prompt_has_no_second_start_token(tmp_path: Path) -> None:
     class BeginsTexts:
+        """Tokenizer that puts the start token 0 before a text, but not before one that follows another."""
+
         def render(self, text: str) -> list[int]:
             return [0, *map(ord, text)]
 

@@ -1,4 +1,4 @@
-"""What `flash eval` and `flash rollout` take: configurations, run directories, models."""
+"""Arguments of `flash eval` and `flash rollout`: configurations, run directories and models."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words: str) -> argparse.Namespace:
+    """Return the parsed arguments of `flash eval` with these words."""
     return parse(["eval", *words])
 
 
@@ -51,12 +52,12 @@ def test_a_run_directory_means_its_environment_and_its_last_weights() -> None:
     assert (config.eval.problems, config.run.resume) == (7, False)
 
 
-def test_a_model_takes_the_place_of_a_runs_own() -> None:
+def test_a_named_model_replaces_that_of_the_run() -> None:
     config, named = load_named(asked("a run", "--model", "a model"))
     assert (config.model.path, named) == ("a model", "a model")
 
 
-def test_a_file_is_played_as_the_folder_that_it_becomes() -> None:
+def test_a_gguf_file_is_replaced_by_its_folder() -> None:
     config, named = load_named(asked("a.gguf", "--env", "envs.arithmetic:Arithmetic", "cluster.gpus_per_node=0"))
     assert (config.model.path, named) == ("./a.hf", "a.gguf")
 
@@ -87,13 +88,14 @@ def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
         (("mine.toml", "a run"), "a run is a run, which has its own configuration: name it alone, or with --model a"),
     ],
 )
-def test_what_is_not_clear_is_refused(words: tuple[str, ...], error: str) -> None:
+def test_an_unclear_command_line_is_refused(words: tuple[str, ...], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         load_named(asked(*words))
 
 
 def test_a_result_has_pass_at_k_over_problems() -> None:
     def sample(problem: int, reward: float) -> Sample:
+        """Return a readable sample of a problem with this reward."""
         return Sample(0, 0, problem, 0, 0, "", Outcome.OK, reward, [], [], [], [], [], {}, TokenValues([]), [])
 
     played = [sample(0, 1.0), sample(0, 0.0), sample(1, 0.0), sample(1, 0.0)]
@@ -103,7 +105,7 @@ def test_a_result_has_pass_at_k_over_problems() -> None:
     assert [(one["k"], one["mean"]) for one in found["best_of"]] == [(1, 0.25), (2, 0.5)]
 
 
-def test_a_folder_that_is_none_of_these_is_named(folder: Path) -> None:
+def test_a_folder_that_is_neither_a_run_nor_a_model_is_named(folder: Path) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"^\. is no run directory and no model: .*; it has the runs a run$"):
         load_named(asked("."))

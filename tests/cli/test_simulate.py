@@ -1,4 +1,4 @@
-"""`flash simulate`: arguments to cells, cells to a table, a plot and JSON."""
+"""`flash simulate`: its arguments give the cells of a sweep, and the cells give a table, a plot and JSON."""
 
 import json
 import os
@@ -51,11 +51,13 @@ prompt_tokens = 10
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    """Return the path of a configuration file for a small simulation."""
     (tmp_path / "run.toml").write_text(RUN)
     return tmp_path / "run.toml"
 
 
 def report(samples_per_s: float, ages: dict[int, int], wasted: int = 0) -> SimReport:
+    """Return a report with this throughput. `ages`: number of trained tokens by age; `wasted`: discarded tokens."""
     return SimReport(
         seconds=10.0, steps=4, samples=32, trained_tokens=900, generated_tokens=1000, step_s=8 / samples_per_s,
         samples_per_s=samples_per_s, tokens_per_s=28 * samples_per_s, stale_share=0.0, stale_samples=0,
@@ -66,6 +68,7 @@ def report(samples_per_s: float, ages: dict[int, int], wasted: int = 0) -> SimRe
 
 
 def cell(samples_per_s: float, ages: dict[int, int], wasted: int = 0, **values: str) -> SweepCell:
+    """Return a cell of a sweep with the values of its keys. The other arguments are those of `report`."""
     return SweepCell(values=values, report=report(samples_per_s, ages, wasted), bounds=[])
 
 
@@ -80,7 +83,7 @@ def test_the_end_of_a_key_is_enough_where_only_one_key_ends_so():
     assert resolve_key("train.async_ratio") == "train.async_ratio"
 
 
-def test_a_prediction_that_nobody_reads_ends_without_a_word(run: Path) -> None:
+def test_output_without_a_reader_ends_the_command_without_a_message(run: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "flash", "simulate", str(run)]
@@ -113,12 +116,12 @@ def test_a_sweep_is_the_product_of_its_keys_and_the_last_changes_fastest():
     assert product([]) == [()]
 
 
-def test_a_hair_of_throughput_is_not_worth_older_tokens():
+def test_a_small_gain_of_throughput_is_not_worth_older_tokens():
     young, fast, slow = cell(9.9, {0: 5, 1: 5}), cell(10.0, {0: 5, 4: 5}), cell(9.0, {0: 5})
     assert recommend([slow, fast, young]) is young
 
 
-def test_much_throughput_is_worth_older_tokens():
+def test_a_large_gain_of_throughput_is_worth_older_tokens():
     young, fast = cell(5.0, {0: 5}), cell(10.0, {0: 5, 4: 5})
     assert recommend([young, fast]) is fast
 
@@ -135,7 +138,7 @@ def test_the_recommendation_names_the_choice_and_what_it_costs():
     )
 
 
-def test_one_run_is_told_with_its_causes_and_bounds(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_run_is_printed_with_the_causes_of_idle_time_and_the_bounds(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", str(run), "run.steps=3"]) == 0
     shown = capsys.readouterr().out
     assert "small: 2 GPUs generate, 2 train; 3 steps of 8 samples, async_ratio 1" in shown
@@ -176,12 +179,12 @@ def test_repeated_attempts_are_counted_as_attempts_and_not_as_samples(
     ]
 
 
-def test_responses_that_the_run_cuts_are_pointed_out(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_line_says_that_the_run_cuts_responses(run: Path, capsys: pytest.CaptureFixture[str]):
     simulate_command([run], ["rollout.max_new_tokens=32"])
     assert "responses of up to 64 tokens were cut at rollout.max_new_tokens = 32" in capsys.readouterr().out
 
 
-def test_a_sweep_shows_every_cell_marks_one_and_writes_what_was_asked_for(
+def test_a_sweep_shows_every_cell_marks_the_best_one_and_writes_the_named_files(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     plot, table = tmp_path / "sweep.png", tmp_path / "sweep.json"
@@ -211,7 +214,7 @@ def test_one_run_is_drawn(run: Path, tmp_path: Path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_cell_that_cannot_be_is_refused_before_any_runs(run: Path, tmp_path: Path):
+def test_an_invalid_cell_is_refused_before_any_cell_runs(run: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"expected fewer than simulate\.gpus = 4"):
         simulate_command([run], [], sweeps=["rollout_gpus=2,4"], json=tmp_path / "never.json")
     assert not (tmp_path / "never.json").exists()
@@ -237,7 +240,7 @@ def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_p
         ("train.batch_size=9", "expected a multiple of rollout.group_size"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint: str):
+def test_a_configuration_that_cannot_be_simulated_is_refused(run: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         simulate_command([run], ["engine.tensor_parallel=2", override])
 

@@ -26,7 +26,7 @@ cluster = { gpus_per_node = 0 }
 """
 
 
-def test_a_sigterm_while_the_model_is_made_leaves_it_as_it_is_by_then_and_nothing_else(tmp_path: Path) -> None:
+def test_a_sigterm_while_the_model_is_made_keeps_the_model_so_far_and_leaves_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     command = [sys.executable, "-m", "flash", "train", str(file)]
@@ -40,7 +40,7 @@ def test_a_sigterm_while_the_model_is_made_leaves_it_as_it_is_by_then_and_nothin
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny", ".tiny.lock"}
 
 
-def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_run_can_be_continued_unless_it_has_nothing_left_to_do(tmp_path: Path) -> None:
     tree = tomllib.loads(CONFIG.replace("FOLDER", str(tmp_path))) | {"train": {"batch_size": 8}}
     tree["run"]["steps"] = 2
     config = msgspec.convert(tree, Config)
@@ -60,7 +60,7 @@ def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> No
     assert how_to_continue(longer, command, None) == go_on
 
 
-def test_nobody_is_sent_on_with_a_run_that_was_not_begun(tmp_path: Path) -> None:
+def test_a_run_that_had_not_started_is_not_continued(tmp_path: Path) -> None:
     config = msgspec.convert(tomllib.loads(CONFIG.replace("FOLDER", str(tmp_path))), Config)
     command = ["flash", "train", "run.toml", "run.name=a b"]
     nothing = "the run had not started yet, so nothing is kept; start it with: flash train run.toml 'run.name=a b'"

@@ -1,4 +1,4 @@
-"""What a hint says to type again."""
+"""Words of the command that a hint tells the user to repeat."""
 
 from __future__ import annotations
 

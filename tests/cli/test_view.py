@@ -1,4 +1,4 @@
-"""`flash view` and `flash trace`: what they refuse, and where the trace goes."""
+"""`flash view`, `flash watch` and `flash trace`: arguments that they refuse, and the place of the trace."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.view.served import served
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a command that must fail without any output, and return its error message."""
     assert main(list(words)) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -49,7 +50,7 @@ def test_ports_that_are_wrong_or_taken_are_named(tmp_path: Path, capsys: pytest.
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another port" in error
 
 
-def test_the_trace_lies_in_the_run_directory_or_where_one_says(
+def test_the_trace_is_in_the_run_directory_or_at_the_named_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record(tmp_path / "run", steps=2)
@@ -62,7 +63,7 @@ def test_the_trace_lies_in_the_run_directory_or_where_one_says(
     assert "does not exist" in error_of(capsys, "trace", str(run.path), "--output", f"{tmp_path}/no/x.json")
 
 
-def test_what_the_output_cannot_say_is_escaped(tmp_path: Path) -> None:
+def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path: Path) -> None:
     run = record(tmp_path / "run", steps=2)
     command = [sys.executable, "-m", "flash", "watch", str(run.path)]
     told = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
@@ -72,7 +73,7 @@ def test_what_the_output_cannot_say_is_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "nonsense", [b"GET / HTTP/1.1\r\n" + 200_000 * b"A: b\r\n", b"\x16\x03\x01", b"GET " + 200_000 * b"/"]
 )
-def test_nonsense_is_refused_and_others_are_answered(nonsense: bytes, tmp_path: Path) -> None:
+def test_nonsense_is_refused_and_other_requests_are_answered(nonsense: bytes, tmp_path: Path) -> None:
     run = record(tmp_path / "run", steps=1)
     with served(run.path) as url:
         stranger = socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2])))

@@ -1,4 +1,5 @@
-"""What `model.fetch`, or a GGUF file as `model.path`, can get wrong, and the folder that stands in a file's place."""
+"""Sources of a model: `model.fetch`, and a GGUF file in `model.path`, which is replaced by its folder. Mistakes in them
+are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PPO = ("algorithm.objective=ppo", "algorithm.advantage=gae", "critic.path=tiny.g
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current directory with a GGUF file, another and a smallest configuration."""
+    """Make the current directory, with two GGUF files and a configuration that fetches a model."""
     monkeypatch.chdir(tmp_path)
     for name in ("tiny.gguf", "other.gguf"):
         (tmp_path / name).write_text("GGUF")
@@ -30,21 +31,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolve(*overrides: str) -> Config:
+    """Return the configuration of run.toml with these overrides."""
     return load([Path("run.toml")], overrides)
 
 
-def test_the_model_may_be_missing_where_it_can_be_fetched() -> None:
+def test_the_model_folder_may_be_missing_if_it_can_be_fetched() -> None:
     assert resolve().model.fetch == "smollm2-135m"
 
 
-def test_a_file_is_written_as_the_folder_that_it_becomes_beside_it_and_stays_that_in_a_run() -> None:
+def test_a_gguf_file_is_replaced_by_its_folder_which_stays_when_the_dumped_configuration_is_read() -> None:
     config = resolve("model.path=tiny.gguf", "model.fetch=none")
     assert (config.model.path, config.model.fetch) == ("./tiny.hf", "tiny.gguf")
     Path("again.toml").write_text(dump(config))
     assert load("again.toml") == config
 
 
-def test_critics_and_a_reference_that_are_the_policys_file_are_its_folder() -> None:
+def test_critics_and_a_reference_that_name_the_policys_gguf_file_get_its_folder_too() -> None:
     reference = ("algorithm.kl.coefficient=0.1", "algorithm.kl.reference=tiny.gguf")
     config = resolve("model.path=tiny.gguf", "model.fetch=none", *PPO, *reference)
     assert config.critic is not None
@@ -85,7 +87,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
-def test_what_cannot_be_is_refused_at_its_key(overrides: str) -> None:
+def test_a_source_or_length_that_cannot_work_is_refused_with_its_key(overrides: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(*overrides.split())
     assert str(error.value) == REFUSED[overrides]

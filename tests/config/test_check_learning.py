@@ -39,7 +39,7 @@ class Choosy(Objective):
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current directory with a user's module, a model folder and a smallest configuration."""
+    """Make the current directory, with a user's module, a model folder and run.toml with the required keys."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_objectives_for_check.py").write_text(MODULE)
     (tmp_path / "model").mkdir()
@@ -56,6 +56,7 @@ def project(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def resolve(*overrides: str) -> Config:
+    """Return the configuration of run.toml with these overrides."""
     return load([Path("run.toml")], overrides)
 
 
@@ -288,7 +289,7 @@ def resolve(*overrides: str) -> Config:
         ),
     ],
 )
-def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], message: str) -> None:
+def test_a_setting_that_cannot_work_or_has_no_effect_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(*overrides)
     assert message in str(error.value)
@@ -332,11 +333,11 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
         ["algorithm.rhythm={credit='global', nearest=2}", "algorithm.objective=reinforce_pp"],
     ],
 )
-def test_what_works_is_accepted(overrides: list[str]) -> None:
+def test_settings_that_work_together_are_accepted(overrides: list[str]) -> None:
     resolve(*overrides)
 
 
-def test_a_correction_by_weight_makes_up_for_an_objective_that_has_none() -> None:
+def test_a_correction_by_weight_suffices_for_an_objective_without_a_correction_of_its_own() -> None:
     rloo = ["algorithm.objective=rloo", "train.async_ratio=2"]
     for insufficient in ([], ["algorithm.corrections=[{kind='geometric'}]"]):
         with pytest.raises(ConfigError, match="does not correct for"):
@@ -411,6 +412,6 @@ def test_updates_within_a_streamed_step_need_batches_to_train_again(checkpoint: 
         ["rollout.top_k=20", "model.dtype=bfloat16", "model.head_dtype=model"],
     ],
 )
-def test_a_simulation_is_not_refused_for_what_only_its_model_or_devices_cannot_do(overrides: list[str]) -> None:
+def test_a_simulation_ignores_limits_of_its_model_and_devices(overrides: list[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "simulate.toml"
     assert load(example, overrides, simulated=True).simulate is not None

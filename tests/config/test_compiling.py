@@ -17,6 +17,7 @@ from flash.run.node_loop import explain_engine_start
 
 
 def config(*, gpus: int = 0, eager: bool = False, dtype: str = "bfloat16") -> Config:
+    """Return a configuration with these values of gpus_per_node, enforce_eager and dtype."""
     tree = {
         "run": {"name": "test"},
         "model": {"path": "org/model", "dtype": dtype},
@@ -28,6 +29,7 @@ def config(*, gpus: int = 0, eager: bool = False, dtype: str = "bfloat16") -> Co
 
 
 def program(file: Path, code: int = 0) -> Path:
+    """Write an executable file that exits with `code`, and return its path."""
     file.write_text(f"#!/bin/sh\nexit {code}\n")
     file.chmod(0o755)
     return file
@@ -38,14 +40,14 @@ WITH_HEADERS = pytest.mark.skipif(not HEADERS.is_file(), reason="no headers of P
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH and empty."""
+    """Return an empty folder that is the only one on PATH."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path / "bin"
 
 
-def test_without_a_compiler_engines_on_the_cpu_run_eagerly_and_it_is_told_how_to_have_them_compiled(path: Path) -> None:
+def test_without_a_compiler_engines_on_the_cpu_run_eagerly_and_a_warning_says_how_to_compile_them(path: Path) -> None:
     assert runs_eagerly(config())
     assert engine_args(config(), 0, [])["enforce_eager"] is True
     assert engine_variables(config(), {}, [0], 7)["TORCHDYNAMO_DISABLE"] == "1"
@@ -58,19 +60,19 @@ def test_without_a_compiler_engines_on_the_cpu_run_eagerly_and_it_is_told_how_to
 
 
 @WITH_HEADERS
-def test_with_a_compiler_they_are_compiled(path: Path) -> None:
+def test_with_a_compiler_engines_on_the_cpu_are_compiled(path: Path) -> None:
     program(path / "g++")
     assert engine_args(config(), 0, [])["enforce_eager"] is False
     assert unwise(config()) == []
 
 
-def test_nothing_is_told_where_it_was_asked_for_or_engines_run_on_gpus(path: Path) -> None:
+def test_there_is_no_warning_if_the_user_wants_eager_engines_or_they_run_on_gpus(path: Path) -> None:
     assert why_eager(config(eager=True)) is why_eager(config(gpus=1)) is None
     assert runs_eagerly(config(eager=True))
     assert not runs_eagerly(config(gpus=1))
 
 
-def test_a_compiler_is_looked_for_as_torch_does_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_found_in_the_same_way_as_by_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = program(path / "Python.h")
     program(path / "clang++")
     program(path / "broken", code=1)

@@ -30,6 +30,7 @@ FORMS: list[Any] = [
 
 
 def made(form: Any) -> Sampler:
+    """Return the object that draws from a distribution of the configuration."""
     return sampler(msgspec.convert(form, Distribution))
 
 
@@ -48,7 +49,7 @@ def test_draws_grow_with_u_and_stay_below_the_upper_end(form: Any) -> None:
     assert max(draws) <= values.upper() < math.inf
 
 
-def test_the_named_numbers_are_mean_and_standard_deviation_before_the_cut() -> None:
+def test_the_stated_mean_and_deviation_are_those_before_the_limits() -> None:
     for values in (Normal(mean=100, deviation=7), Lognormal(mean=100, deviation=7)):
         draws = [values.draw((i + 0.5) / 100_000) for i in range(100_000)]
         mean = sum(draws) / len(draws)
@@ -56,7 +57,7 @@ def test_the_named_numbers_are_mean_and_standard_deviation_before_the_cut() -> N
         assert math.sqrt(sum((d - mean) ** 2 for d in draws) / len(draws)) == pytest.approx(7, rel=1e-2)
 
 
-def test_a_cut_puts_what_lies_beyond_on_the_end() -> None:
+def test_draws_beyond_a_limit_are_set_to_the_limit() -> None:
     values = Normal(mean=10, deviation=10, high=12)
     draws = [values.draw((i + 0.5) / 1000) for i in range(1000)]
     assert (min(draws), max(draws)) == (0, 12)
@@ -88,7 +89,7 @@ KINDS = '"lognormal", "normal" or "uniform"'
         ({"kind": "uniform", "low": 5, "high": 5}, "expected low < high, got 5 and 5"),
     ],
 )
-def test_what_is_no_distribution_is_refused_with_its_reason(form: Any, message: str) -> None:
+def test_a_value_that_is_no_distribution_is_refused_with_the_reason(form: Any, message: str) -> None:
     _, (problem,) = examine(form, Distribution, "simulate.turns")
     assert problem.message.startswith(message)
 

@@ -1,4 +1,4 @@
-"""What domains want, against the rest of the configuration."""
+"""Checks of domains (kinds of problems with settings of their own) against the rest of the configuration."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SUMS = {"path": "envs.arithmetic:Arithmetic"}
 
 
 def problems(kinds: dict[str, Any], **rollout: Any) -> list[ConfigProblem]:
+    """Return the problems of a mixture with these kinds, and with these keys of `[rollout]`."""
     base: dict[str, Any] = {
         "run": {"name": "test"},
         "model": {"path": "fake", "max_length": 64},
@@ -25,9 +26,9 @@ def problems(kinds: dict[str, Any], **rollout: Any) -> list[ConfigProblem]:
     return list(check_env(msgspec.convert(base, Config)))
 
 
-def test_domains_with_limits_of_their_own_are_taken() -> None:
+def test_domains_with_limits_of_their_own_are_accepted() -> None:
     assert problems({"a": SUMS | {"max_new_tokens": 63, "group_size": 8}, "b": SUMS}) == []
-    assert problems({"a": SUMS}, fifo_window=1.0) == [], "one alone is in order"
+    assert problems({"a": SUMS}, fifo_window=1.0) == [], "a single domain can keep the order"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,9 @@ def test_domains_with_limits_of_their_own_are_taken() -> None:
         ({"weight": -1}, {}, "env.options", "`kinds.a.weight`"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(own: Any, rollout: Any, key: str, message: str) -> None:
+def test_an_option_of_a_domain_that_cannot_work_is_refused_with_its_key(
+    own: Any, rollout: Any, key: str, message: str
+) -> None:
     (problem,) = problems({"a": SUMS | own, "b": SUMS}, **rollout)
     assert (problem.key, message in problem.message) == (key, True), problem
 
@@ -65,24 +68,32 @@ class AroundMixture:
 
 
 class Failing(AroundMixture):
+    """Environment whose `domains` raises an error."""
+
     @classmethod
     def domains(cls, **options: Any) -> dict[str, Any]:
         raise RuntimeError("no domains today")
 
 
 class Exiting(AroundMixture):
+    """Environment whose `domains` tries to end the process."""
+
     @classmethod
     def domains(cls, **options: Any) -> dict[str, Any]:
         raise SystemExit("no domains today")
 
 
 class Listing(AroundMixture):
+    """Environment whose `domains` returns dicts in place of `Domain` structs."""
+
     @classmethod
     def domains(cls, **options: Any) -> Any:
         return {"one": {"weight": 1.0}}
 
 
 class Wrapping(AroundMixture):
+    """Environment without kinds of its own, whose `wrapped` tries to end the process."""
+
     kind_of = None  # type: ignore[assignment]
 
     @classmethod
@@ -91,6 +102,7 @@ class Wrapping(AroundMixture):
 
 
 def problems_around(name: str) -> list[ConfigProblem]:
+    """Return the problems of the class with this name around a mixture, one of whose limits is too large."""
     base: dict[str, Any] = {
         "run": {"name": "test"},
         "model": {"path": "fake", "max_length": 64},

@@ -15,7 +15,7 @@ from flash.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
-    """A current directory with a smallest configuration."""
+    """Return the current directory, which has run.toml with the required keys."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(
         """
@@ -29,10 +29,12 @@ def project(tmp_path, monkeypatch):
 
 
 def resolve(*overrides: str) -> Config:
+    """Return the configuration of run.toml with these overrides."""
     return load([Path("run.toml")], overrides)
 
 
 def complaint(*overrides: str) -> str:
+    """Return the error message about run.toml with these overrides."""
     with pytest.raises(ConfigError) as error:
         resolve(*overrides)
     return str(error.value)

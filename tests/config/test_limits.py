@@ -1,4 +1,4 @@
-"""Values of the right type that cannot work, which are refused, and those that are only unwise, which are told."""
+"""Values of the right type that cannot work are refused, and values that are only unwise give a warning."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ cluster.gpus_per_node = 0
 """
 CORES = os.cpu_count() or 1
 EAGER = "engine.enforce_eager=true"
-"""Nothing is said of a compiler that this machine may lack."""
+"""Override without which a warning would depend on the compiler of this machine."""
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    """Return a configuration file with the required keys."""
     path = tmp_path / "run.toml"
     path.write_text(f'{TEXT}run.output_dir = "{tmp_path}"\n')
     return path
@@ -104,7 +105,7 @@ def file(tmp_path: Path) -> Path:
         ("simulate.turns=constant(" + "(" * 5000, "; a distribution is no text any more, but a number"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_key(file: Path, override: str, complaint: str) -> None:
+def test_a_value_that_cannot_work_is_refused_with_its_key(file: Path, override: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(file, override.split(" ") if override.startswith("eval.problems=1000000") else [override])
     assert complaint in str(caught.value)
@@ -144,19 +145,17 @@ def test_a_path_with_a_nul_byte_is_one_clear_error(capsys: pytest.CaptureFixture
         ("train.offload=['moments']", "train.offload"),
     ],
 )
-def test_what_is_only_unwise_is_told_and_taken(file: Path, override: str, key: str) -> None:
+def test_an_unwise_setting_is_accepted_with_a_warning(file: Path, override: str, key: str) -> None:
     assert [problem.key for problem in unwise(load(file, [override, EAGER]))] == [key]
 
 
-def test_the_command_tells_what_is_unwise_before_anything_starts(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flash_train_prints_warnings_before_anything_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = [f"model.path={file.parent / 'tiny'}", "tiny_model={}"]
     assert main(["train", str(file), *made, "train.learning_rate=0.5", "--dry-run"]) == 0
     assert "flash: warning: `train.learning_rate`: 0.5 is far above" in capsys.readouterr().err
 
 
-def test_nothing_is_told_of_the_examples() -> None:
+def test_the_examples_give_no_warning() -> None:
     examples = Path(__file__).parents[2] / "examples"
     told = {
         path.name: unwise(load(path, [EAGER]))

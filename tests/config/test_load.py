@@ -50,7 +50,7 @@ class Speechless:
 
 @pytest.fixture(autouse=True)
 def project(tmp_path, imports, monkeypatch):
-    """A current directory with a user's module, a model folder and a smallest configuration."""
+    """Return the current directory, which has a user's module, a model folder and run.toml with the required keys."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_module_for_config.py").write_text(MODULE)
     (tmp_path / "model").mkdir()
@@ -67,10 +67,12 @@ def project(tmp_path, imports, monkeypatch):
 
 
 def resolve(*overrides: str) -> Config:
+    """Return the configuration of run.toml with these overrides."""
     return load([Path("run.toml")], overrides)
 
 
 def complaint(*overrides: str) -> str:
+    """Return the error message about run.toml with these overrides."""
     with pytest.raises(ConfigError) as error:
         resolve(*overrides)
     return str(error.value)
@@ -129,7 +131,7 @@ def test_a_quantized_model_is_refused_before_any_work(project):
     )
 
 
-def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
+def test_a_missing_model_folder_is_reported_with_the_folders_beside_it(project):
     assert complaint("model.path=./modle").endswith(f"to make one; {project} has model")
     (project / "models" / "mine").mkdir(parents=True)
     assert complaint("model.path=models/mien").endswith(f"to make one; {project / 'models'} has mine")
@@ -150,7 +152,7 @@ def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
         (["run.toml", "run.steps", "train.batch_size=8"], "a setting is given as `run.steps=VALUE`"),
     ],
 )
-def test_a_setting_without_an_equals_sign_is_told_how_it_is_written(words, told):
+def test_the_error_about_a_setting_without_an_equals_sign_shows_the_right_form(words, told):
     with pytest.raises(ConfigError) as error:
         split_arguments(words)
     assert told in str(error.value)
@@ -191,7 +193,7 @@ def test_a_path_may_contain_an_equals_sign(project):
         ("my_module_for_config.py", "my_module_for_config.py is not a TOML file, which a configuration must be: "),
     ],
 )
-def test_what_is_no_configuration_file_is_told_by_what_it_is(project, named, told):
+def test_the_error_about_a_path_that_is_no_configuration_file_says_what_is_there(project, named, told):
     (project / "a-run").mkdir()
     (project / "a-run" / "config.toml").touch()
     with pytest.raises(ConfigError) as error:
@@ -204,7 +206,7 @@ def test_responses_end_at_texts_and_at_token_ids():
     assert (sampling.stop, sampling.stop_token_ids) == (("END", "\n"), (3,))
 
 
-def test_moments_beside_weights_on_the_host_are_any_optimizers():
+def test_moments_may_be_on_the_host_beside_the_weights_with_any_optimizer():
     config = resolve("train.optimizer=muon", "train.offload=['moments', 'weights']")
     assert config.train.offload == ["moments", "weights"]
 
@@ -290,7 +292,7 @@ def test_an_override_of_another_form_is_refused(override):
         ("env.options=3", "`env.options` (setting): expected a table, got 3"),
     ],
 )
-def test_a_wrong_key_or_value_names_its_path_what_was_expected_and_what_was_got(override, message):
+def test_the_error_about_a_key_or_value_names_its_path_the_expected_type_and_the_value(override, message):
     assert complaint(override).startswith(message)
 
 
@@ -584,7 +586,7 @@ def test_a_possible_combination_is_accepted(overrides):
     resolve(*overrides)
 
 
-def test_what_an_environment_says_of_its_options_is_repeated(project):
+def test_the_error_of_an_environment_about_its_options_is_repeated(project):
     (project / "own.toml").write_text(
         "run = {name = 'x'}\nmodel = {path = './model'}\ncluster = {gpus_per_node = 0}\n"
         "env = {path = 'my_module_for_config:Refusing', options = {size = 3}}\n"
@@ -632,7 +634,7 @@ def test_a_dumped_configuration_loads_as_itself(project, overrides):
     assert load_checked(Path("resolved.toml")) == config
 
 
-def test_a_process_of_a_run_does_not_check_again_what_its_launcher_has_checked(project):
+def test_a_process_of_a_run_does_not_repeat_the_checks_of_its_launcher(project):
     config = resolve("run.output_dir=outputs")
     (project / "resolved.toml").write_text(dump(config))
     (project / "outputs").write_text("a file now")
@@ -671,7 +673,7 @@ def test_law_6_staleness_without_a_correction_is_refused_unless_the_config_insis
         f"env.options.{'a.' * 5_000}b=1",
     ],
 )
-def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
+def test_a_source_that_is_nested_too_deeply_is_refused(project, override):
     file = project / "deep.toml"
     file.write_text(override)
     for paths, overrides, source in ([file], [], str(file)), ([], [override], "setting"):
@@ -726,7 +728,7 @@ def test_a_recorded_folder_of_modules_may_be_gone(project):
 
 
 @pytest.mark.parametrize("given", [{"run": {"name": "a"}}, [{"run": 1}], 3, None])
-def test_what_is_no_path_of_a_file_is_refused(given):
+def test_load_refuses_an_argument_that_is_no_path(given):
     with pytest.raises(ConfigError, match=r"flash\.load: expected the path of a TOML file.*got a value of type"):
         load(given)
 
@@ -765,7 +767,7 @@ def test_removed_keys_with_their_former_defaults_are_ignored_with_one_line(proje
         ("algorithm.entropy_target = { nats = 1 }", "`algorithm.entropy_target` (older.toml): this key was removed. "),
     ],
 )
-def test_a_removed_key_with_another_value_is_refused_with_its_file_and_what_to_do(project, text, message):
+def test_a_removed_key_with_another_value_is_refused_with_its_file_and_advice(project, text, message):
     (project / "older.toml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load(["run.toml", "older.toml"])
@@ -800,7 +802,7 @@ def test_a_removed_key_in_an_override_is_refused_whatever_its_value():
     assert complaint("algorithm.branches=same").startswith("`algorithm.branches` (setting): this key was removed. ")
 
 
-def test_what_an_older_version_recorded_differs_only_by_what_the_user_changed(project):
+def test_settings_that_an_older_version_recorded_differ_only_in_the_keys_that_the_user_changed(project):
     config = resolve()
     recorded = project / "recorded.toml"
     recorded.write_text(dump(config))

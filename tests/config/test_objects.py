@@ -1,4 +1,4 @@
-"""Import paths and the options of what they name."""
+"""Import paths, and the options of the objects that they name."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 
 
 ITSELF = "ITSELF"
+"""Annotation that is a text, whose evaluation gives the same text again."""
 
 
 class Options:
+    """Class with an option for each kind of annotation. `wrong` and `endless` have annotations that name no type."""
+
     def __init__(
         self,
         digits: int,
@@ -55,23 +58,31 @@ class Options:
 
 
 class Placed:
+    """Class with a required option whose annotation msgspec cannot check."""
+
     def __init__(self, place: str | Path) -> None: ...
 
 
 class Bare:
-    pass
+    """Class without options."""
 
 
 class Open:
+    """Class that takes any option."""
+
     def __init__(self, size: int = 1, **more: Any) -> None: ...
 
 
 class Struct(msgspec.Struct):
+    """Struct whose fields are options."""
+
     count: Annotated[int, Meta(gt=0)]
     items: list[int] = []
 
 
 class Wide(msgspec.Struct, frozen=True):
+    """Struct of options that refuses some combinations of values."""
+
     width: int = 2
     height: int = 1
 
@@ -83,20 +94,26 @@ class Wide(msgspec.Struct, frozen=True):
 
 
 class TakesStruct:
+    """Class that gets all options in one struct."""
+
     def __init__(self, options: Wide) -> None: ...
 
 
 class TakesQuotedStruct:
+    """Class that gets all options in one struct, whose annotation is in quotes."""
+
     def __init__(self, options: "Wide") -> None: ...  # noqa: UP037 - users write such annotations
 
 
 class TakesStructAndMore:
+    """Class with the option `options` beside another one, so that its struct is a value like any other."""
+
     def __init__(self, options: Wide, scale: float = 1.0) -> None: ...
 
 
 @pytest.fixture
 def here(tmp_path, imports, monkeypatch):
-    """An empty current directory, and the import state put back afterwards."""
+    """Return an empty current directory. The state of imports is restored after the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -183,7 +200,7 @@ def test_a_module_of_the_current_directory_is_found(here):
     assert load_object("beside_the_config:Mine").__name__ == "Mine"
 
 
-def test_what_one_process_imports_another_one_can(here, monkeypatch):
+def test_a_process_imports_from_the_folders_of_the_process_that_started_it(here, monkeypatch):
     monkeypatch.setenv(IMPORT_PATH, "[]")
     folder = here / "at_12:30"
     folder.mkdir()
@@ -255,7 +272,7 @@ def test_options_become_keyword_arguments_of_the_annotated_types():
 
 
 @pytest.mark.parametrize("key", ["place", "tensor", "wrong", "endless"])
-def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(key):
+def test_a_value_whose_annotation_cannot_be_checked_is_returned_unchanged(key):
     assert check_options(Options, {"digits": 1, key: "x"}, "o")[key] == "x"
 
 
@@ -284,7 +301,7 @@ def test_a_wrong_option_names_its_path_and_what_was_expected(options, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_missing_option_of_an_annotation_that_says_nothing_of_plain_values_is_named():
+def test_a_missing_option_whose_annotation_cannot_be_checked_is_named():
     with pytest.raises(ConfigError, match=r"`o\.place`: is missing; expected "):
         check_options(Placed, {}, "o")
 
@@ -331,17 +348,20 @@ def test_a_struct_beside_other_arguments_is_an_option_like_any_other():
         check_options(TakesStructAndMore, {"width": 3}, "o")
 
 
-def test_what_a_module_says_itself_on_import_is_not_wrapped(here):
+def test_a_config_error_that_a_module_raises_on_import_is_not_wrapped(here):
     (here / "needs_more.py").write_text("from flash.errors import ConfigError\nraise ConfigError('needs a package')")
     with pytest.raises(ConfigError, match=r"^needs a package$"):
         load_object("needs_more:X")
 
 
 class KeepsRows:
+    """Class that `track.to` may name: it is called with the two arguments of a function that makes a sink."""
+
     def __init__(self, config: dict[str, Any], resumed_at: int | None) -> None: ...
 
 
-def takes_one(config: dict[str, Any]) -> None: ...
+def takes_one(config: dict[str, Any]) -> None:
+    """Take too few arguments for a function that makes a sink."""
 
 
 def test_a_sink_is_made_from_the_configuration_and_the_step_of_a_resume() -> None:
@@ -380,7 +400,7 @@ def test_folders_of_installed_packages_outside_the_environment_are_not_the_users
     assert str(tmp_path / packages) not in own_folders()
 
 
-def test_a_folder_of_the_user_that_a_package_of_flash_hides_is_told(
+def test_a_folder_of_the_user_that_a_package_of_flash_hides_is_reported(
     tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "envs").mkdir()

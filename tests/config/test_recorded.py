@@ -1,4 +1,4 @@
-"""What a run records of its configuration leads to the same things from another folder."""
+"""A recorded configuration names the same models and modules when it is read from another folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each key's change on `--resume` takes effect, is refused or is told: the tables say which."""
+"""The change of a key on `--resume` takes effect, is refused, or is reported as a warning: the tables decide."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ FLASH = Path(__file__).parents[2] / "flash"
 
 
 def expanded(entry: str) -> Iterator[str]:
+    """Yield the keys that an entry of a table stands for: the key itself, or all keys of `table.*`."""
     return (key for key in key_paths() if key == entry or entry == key.partition(".")[0] + ".*")
 
 
 def taking_effect() -> list[str]:
+    """Return the keys whose change takes effect: those that have no entry in `REFUSED` and `PARTIAL`."""
     others = {key for entry in (*REFUSED, *PARTIAL) for key in expanded(entry)}
     return [key for key in key_paths() if key not in others]
 
 
 def settings(key: str, value: Any) -> dict[str, Any]:
+    """Return settings in which only this dotted key is set."""
     table, name = key.split(".")
     return {table: {name: value}}
 
@@ -35,7 +38,7 @@ def test_each_entry_of_a_table_is_a_key() -> None:
     assert {key for keys in CONDITIONS for key in keys.split(", ")} <= set(taking_effect())
 
 
-def test_a_changed_key_is_refused_or_told_as_its_table_says() -> None:
+def test_a_changed_key_is_refused_or_reported_as_its_table_says() -> None:
     for key in key_paths():
         had, now = settings(key, 1), settings(key, 2)
         refusals, notes = list(refused(had, now, WHERE)), partial_effects(had, now)
@@ -48,8 +51,8 @@ def test_a_changed_key_is_refused_or_told_as_its_table_says() -> None:
         assert not partial_effects(had, had)
 
 
-def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
-    """Alarms are read by their names."""
+def test_each_key_that_takes_effect_is_read_somewhere() -> None:
+    """A key is read as an attribute somewhere in Flash; the keys of alarms are read by the names of the alarms."""
     nodes = (node for file in FLASH.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | {
         alarm.name for _, alarm in ALARMS.values()
@@ -57,7 +60,7 @@ def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
     assert {key for key in taking_effect() if key.partition(".")[2] not in read} == set()
 
 
-def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_default() -> None:
+def test_a_removed_key_that_the_run_was_recorded_with_is_reported_unless_it_had_its_default() -> None:
     had = {"rollout": {"selection": "pass_rate", "selection_floor": 0.1}, "algorithm": {"branches": "same"}}
     (problem,) = partial_effects(had, {"rollout": {}, "algorithm": {}})
     assert problem.key == "rollout.selection"
@@ -66,13 +69,13 @@ def test_a_removed_key_that_the_run_was_recorded_with_is_told_unless_it_had_its_
     )
 
 
-def test_a_removed_table_that_the_run_was_recorded_with_is_told_once_unless_it_was_empty() -> None:
+def test_a_removed_table_that_the_run_was_recorded_with_is_reported_once_unless_it_was_empty() -> None:
     (problem,) = partial_effects({"observe": {"sink": "my_module:make_sink"}}, {})
     assert (problem.key, "track.to takes" in problem.message) == ("observe", True)
     assert not partial_effects({"observe": {}}, {})
 
 
-def test_a_key_or_table_that_no_version_has_is_told_once_with_its_name() -> None:
+def test_a_key_or_table_that_this_version_does_not_know_is_reported_once_with_its_name() -> None:
     had = {"train": {"bogus": 1, "batch_size": 8}, "bogus": {"a": 1, "b": 2}, "rollout": {"selection_floor": 0.1}}
     known = {"train": {"batch_size": 8}, "rollout": {"selection_floor": 0.1}}
     added = [problem for problem in partial_effects(had, {}) if problem not in partial_effects(known, {})]

@@ -24,10 +24,12 @@ CONFIGURATIONS = sorted([*(ROOT / "examples").rglob("*.toml"), *(ROOT / "benchma
 
 @cache
 def validator() -> Any:
+    """Return the validator of the configuration's schema."""
     return jsonschema.Draft7Validator(schema())
 
 
 def faults(settings: Any) -> list[str]:
+    """Return the dotted place of each fault that the schema finds; empty for a fault of the whole."""
     return [".".join(map(str, error.absolute_path)) for error in validator().iter_errors(settings)]
 
 
@@ -53,7 +55,7 @@ def test_every_example_names_the_schema_in_its_first_line() -> None:
         assert (file.parent / first.removeprefix("#:schema ")).resolve() == FILE
 
 
-def test_what_a_run_records_is_valid() -> None:
+def test_a_recorded_configuration_is_valid() -> None:
     config = load(
         ROOT / "examples" / "tiny.toml", ["track.to=[]", "alarms.reactions.lag=off", "algorithm.lag=none", "lora={}"]
     )

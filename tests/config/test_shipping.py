@@ -35,6 +35,7 @@ def sent(folder: Path, **objects: Any) -> dict[str, Any]:
 
 
 def local_function() -> Any:
+    """Return a function that another process cannot import."""
     return lambda answer, row: len(answer)
 
 
@@ -45,7 +46,7 @@ def test_objects_of_modules_are_named_and_not_sent() -> None:
 
 
 @pytest.mark.usefixtures("imports")
-def test_functions_and_classes_of_the_main_program_arrive_with_what_they_use(tmp_path: Path) -> None:
+def test_functions_and_classes_of_the_main_program_arrive_with_the_objects_that_they_use(tmp_path: Path) -> None:
     names = main_program("""
 BONUS = 0.5
 def helper(text): return BONUS * len(text)
@@ -123,6 +124,7 @@ def test_functions_with_a_cache_arrive_with_an_empty_one(tmp_path: Path) -> None
 
 def test_changed_code_below_a_cache_has_another_name() -> None:
     def path(program: str) -> str:
+        """Return the import path of the function `reward` of a program."""
         return import_paths({"reward": main_program(program)["reward"]})[0]["reward"]
 
     assert path(CACHED) == path(CACHED)
@@ -191,6 +193,7 @@ print(import_paths({"env": Env, "reward": reward, "part": functools.partial(othe
 
 def test_the_same_code_has_the_same_name_in_each_process_and_changed_code_another(tmp_path: Path) -> None:
     def name_of(program: str, seed: str) -> str:
+        """Return the import path that a program prints in a process with this seed of Python's hashes."""
         file = tmp_path / f"program_{seed}.py"
         file.write_text(program)
         variables = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -270,7 +273,7 @@ def pair(answer, row, to=PAIR): return to
         ("pair", "an item of a default value is an open connection"),
     ],
 )
-def test_what_cannot_be_sent_is_named_with_its_place(
+def test_the_part_that_cannot_be_sent_is_named_with_its_place(
     name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,7 +286,7 @@ def test_what_cannot_be_sent_is_named_with_its_place(
     assert str(refused.value).startswith("`reward`: ")
 
 
-def test_the_script_and_line_of_a_function_that_cannot_be_sent_are_told() -> None:
+def test_the_script_and_line_of_a_function_that_cannot_be_sent_are_reported() -> None:
     names = main_program("\n\nimport threading\nLOCK = threading.Lock()\ndef reward(answer, row): return LOCK")
     with pytest.raises(ConfigError, match=r"`reward`: reward \(my_script\.py, line 5\) cannot"):
         import_paths({"reward": names["reward"]})

@@ -1,4 +1,5 @@
-"""What is passed on to vLLM: names and types are those of the installed version, and what Flash sets stays Flash's."""
+"""Arguments of `[engine.vllm]`: names and types are those of the installed version, and arguments that Flash sets
+itself are refused."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from flash.foreign import vllm_arguments
 
 
 def make_config(vllm: dict[str, Any], *, gpus: int = 1, alpha: float = 1, **sections: Any) -> Config:
+    """Return a configuration with these arguments of vLLM. `alpha`: asynchronous ratio; `sections`: further tables."""
     tree: dict[str, Any] = {
         "run": {"name": "test"},
         "model": {"path": "model"},
@@ -30,6 +32,7 @@ def make_config(vllm: dict[str, Any], *, gpus: int = 1, alpha: float = 1, **sect
 
 
 def told(problems: Iterator[ConfigProblem]) -> list[str]:
+    """Return each problem as `key: message`."""
     return [f"{key}: {message}" for key, message in problems]
 
 
@@ -75,7 +78,7 @@ def test_arguments_of_vllm_are_passed_on(given: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_vllm_does_not_have_or_flash_sets_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_an_argument_that_vllm_lacks_or_flash_sets_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     (problem,) = told(check_engine(make_config(given)))
     assert problem.startswith(f"engine.vllm.{message}")
 
@@ -93,14 +96,14 @@ def test_drafts_are_for_engines_on_gpus() -> None:
     assert problem.startswith("engine.vllm.speculative_config: expected none on the CPU")
 
 
-def test_a_seeded_response_on_the_cpu_is_begun_as_a_whole() -> None:
+def test_chunked_prefill_is_refused_for_seeded_responses_on_the_cpu() -> None:
     given = {"enable_chunked_prefill": True}
     (problem,) = told(check_engine(make_config(given, gpus=0, alpha=0)))
     assert problem.startswith("engine.vllm.enable_chunked_prefill: expected false on the CPU")
     assert told(check_engine(make_config(given, gpus=0))) == []
 
 
-def test_engines_that_are_coarser_than_the_trainer_need_a_correction() -> None:
+def test_engines_with_lower_precision_than_the_trainer_need_a_correction() -> None:
     for name, value in (("quantization", "fp8_per_tensor"), ("kv_cache_dtype", "fp8")):
         config = make_config({name: value}, alpha=0, algorithm={"objective": "rloo"})
         (problem,) = told(check_algorithm(config))
@@ -121,7 +124,7 @@ def test_keys_that_are_named_in_place_of_an_argument_exist() -> None:
 
 
 @pytest.mark.integration  # imports vLLM
-def test_names_and_types_that_are_read_of_the_source_are_those_of_the_class() -> None:
+def test_names_and_types_that_are_read_from_the_source_are_those_of_the_class() -> None:
     import dataclasses
 
     from vllm.engine.arg_utils import AsyncEngineArgs

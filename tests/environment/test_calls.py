@@ -10,10 +10,12 @@ from flash.environment.calls import describe_error
 
 
 async def ends_early() -> None:
+    """Raise an exception that Python replaces by a RuntimeError when it leaves a coroutine."""
     raise StopIteration("over")
 
 
 def chained(error: Exception) -> Exception:
+    """Return the error with a StopIteration as its cause."""
     error.__cause__ = StopIteration()
     return error
 
@@ -25,6 +27,7 @@ def test_a_stop_iteration_that_left_a_coroutine_is_shown_as_raised() -> None:
 
 
 async def rows(end: Exception) -> AsyncIterator[int]:
+    """Raise `end` in an asynchronous generator."""
     raise end
     yield 0
 

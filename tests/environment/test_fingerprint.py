@@ -15,10 +15,11 @@ from flash.environment.fingerprint import fingerprint
 
 
 def of(path: str = "envs.dataset:DatasetEnv", **options: Any) -> str:
+    """Return the fingerprint of an environment with these options."""
     return fingerprint(EnvConfig(path, options))
 
 
-def test_options_and_classes_tell_environments_apart() -> None:
+def test_other_options_or_another_class_give_another_fingerprint() -> None:
     assert of(digits=1) == of(digits=1)
     assert len({of(digits=1), of(digits=2), of(), of("envs.arithmetic:Arithmetic"), of("nowhere.at_all:Env")}) == 5
 
@@ -78,7 +79,7 @@ def test_a_small_file_after_a_huge_one_is_read(tmp_path: Path) -> None:
     assert of(path=str(tmp_path)) != before
 
 
-def test_a_folder_of_much_is_read_as_far_as_one_file_may_be(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_are_read_up_to_the_limit_for_all_files(tmp_path: Path) -> None:
     """Files beyond the limit count by their sizes and times, and a pipe is not read."""
     for name in ("a", "b", "c"):
         with (tmp_path / name).open("wb") as stream:
@@ -90,13 +91,13 @@ def test_a_folder_of_much_is_read_as_far_as_one_file_may_be(tmp_path: Path) -> N
     with last.open("r+b") as stream:
         stream.write(b"x")
     os.utime(last, ns=times)
-    assert of(path=str(tmp_path)) == before, "it was read"
+    assert of(path=str(tmp_path)) == before, "the last file was read, beyond the limit"
     with (tmp_path / "a").open("r+b") as stream:
         stream.write(b"x")
     assert of(path=str(tmp_path)) != before
 
 
-def test_a_class_that_is_edited_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_class_has_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("edited_env", None)
     file = tmp_path / "edited_env.py"

@@ -1,3 +1,5 @@
+"""The configured environment: it is made with its options, and its optional classmethods are protected."""
+
 import re
 
 import pytest
@@ -8,6 +10,7 @@ from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError, EnvError
 
 prepared = []
+"""Options of each call of `Several.prepare`."""
 
 
 class Plain:
@@ -37,6 +40,8 @@ class Informed(Plain):
 
 
 class Several(Plain):
+    """An environment with several kinds of problems, and with resources to prepare."""
+
     @classmethod
     async def prepare(cls, **options):
         prepared.append(options)
@@ -65,7 +70,7 @@ async def test_an_environment_with_a_struct_of_options_is_made_with_it():
 
 
 @pytest.mark.anyio
-async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
+async def test_the_optional_classmethods_are_called_with_the_options():
     loaded = LoadedEnvironment(f"{__name__}:Several", {"word": "k", "count": 3})
     await loaded.prepare()
     assert prepared == [{"word": "k", "count": 3}]
@@ -73,7 +78,7 @@ async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
 
 
 @pytest.mark.anyio
-async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing_to_prepare():
+async def test_a_class_without_optional_methods_has_one_unnamed_kind_and_nothing_to_prepare():
     loaded = LoadedEnvironment(f"{__name__}:Plain", {})
     await loaded.prepare()
     assert loaded.kind_of(7) == ""
@@ -94,10 +99,11 @@ def test_a_wrong_path_or_option_is_refused_when_it_is_loaded(path, options, mess
 
 
 class Failing(Plain):
-    """An environment whose classmethods raise or return what they may not."""
+    """An environment whose classmethods raise an error or return a wrong type, as the option `fault` says."""
 
     @classmethod
     def _ask(cls, fault):
+        """Raise SystemExit for "exits" and ConfigError for "config"; else return a value of a wrong type."""
         if fault == "exits":
             raise SystemExit(3)
         if fault == "config":
@@ -129,6 +135,8 @@ class Failing(Plain):
 
 
 class Around(Plain):
+    """An environment whose `wrapped` tries to end the process."""
+
     def __init__(self):
         pass
 
@@ -138,6 +146,7 @@ class Around(Plain):
 
 
 def asked(fault):
+    """Return a function for each classmethod of `Failing`, by the name of the call in error messages."""
     loaded = LoadedEnvironment(f"{__name__}:Failing", {"fault": fault})
     return {
         "kind_of (seed 7)": lambda: loaded.kind_of(7),
@@ -147,7 +156,7 @@ def asked(fault):
     }
 
 
-def test_what_a_classmethod_raises_is_an_error_that_names_the_call():
+def test_an_exception_of_a_classmethod_becomes_an_error_that_names_the_call():
     for name, call in asked("exits").items():
         with pytest.raises(EnvError, match=rf"environment {re.escape(name)} raised SystemExit: 3 \(.*test_load.py:"):
             call()
@@ -158,14 +167,14 @@ def test_what_a_classmethod_raises_is_an_error_that_names_the_call():
         LoadedEnvironment(f"{__name__}:Around", {}).kind_of(7)
 
 
-def test_what_a_classmethod_returns_has_the_promised_type():
+def test_a_classmethod_that_returns_another_type_is_an_error():
     for name, call in asked("").items():
         with pytest.raises(EnvError, match=rf"environment {re.escape(name)} must .* b'seven' of type bytes"):
             call()
 
 
 @pytest.mark.anyio
-async def test_what_prepare_raises_is_an_error_that_names_it():
+async def test_an_exception_of_prepare_becomes_an_error_that_names_it():
     with pytest.raises(EnvError, match="environment prepare raised SystemExit: 3"):
         await LoadedEnvironment(f"{__name__}:Failing", {"fault": "exits"}).prepare()
     with pytest.raises(ConfigError, match=r"^row 3 has no answer$"):

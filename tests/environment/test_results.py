@@ -1,3 +1,5 @@
+"""Results of environments are checked and brought into one form, and blocking environments run in threads."""
+
 import math
 import threading
 from fractions import Fraction
@@ -15,17 +17,19 @@ from flash.types import Message
 
 
 class HalfMade:
+    """Object whose `repr` raises an error."""
+
     def __repr__(self):
         raise AttributeError("half made")
 
 
-DEEP = []
+DEEP = []  # a list that is nested too deeply for `repr`
 for _ in range(10_000):
     DEEP = [DEEP]
 
 
 @pytest.mark.parametrize("value", [HalfMade(), DEEP, "x" * 10_000_000], ids=["half made", "deep", "long"])
-def test_a_value_that_cannot_be_shown_is_told_like_any_other(value):
+def test_a_value_that_cannot_be_shown_is_refused_like_any_other(value):
     for step in (("", value, True, False, {}), ("", 1.0, value, False, {}), ("", 1.0, True, False, value), value):
         with pytest.raises(EnvError) as caught:
             check_step_result(step)
@@ -37,7 +41,7 @@ def test_a_value_that_cannot_be_shown_is_told_like_any_other(value):
         check_reset_result(([value], {}))
 
 
-def test_the_first_held_out_seed_is_the_border():
+def test_seeds_from_held_out_on_are_held_out():
     assert not is_held_out(HELD_OUT - 1)
     assert is_held_out(HELD_OUT)
 
@@ -95,6 +99,7 @@ def test_a_note_is_text_of_bounded_length():
 
 
 LONE = "caf\udce9.txt"
+"""Text with a lone surrogate, which UTF-8 cannot encode."""
 
 
 @pytest.mark.parametrize("observation", [LONE, [{"role": "user", "content": LONE}], [Message("user", LONE)]])
@@ -257,7 +262,7 @@ async def test_a_call_after_close_is_refused():
     assert inner.calls == ["close"]
 
 
-def test_what_an_environment_offers_beyond_the_interface_is_seen():
+def test_environments_with_optional_methods_are_recognised():
     assert isinstance(DatasetEnv, Checked)
     assert isinstance(Arithmetic(ArithmeticOptions()), WarmStart)
     assert not isinstance(Blocking, Checked)
@@ -293,6 +298,8 @@ async def test_a_class_with_blocking_and_asynchronous_methods_runs_the_blocking_
 @pytest.mark.anyio
 async def test_asynchronous_methods_behind_a_decorator_run_to_their_end():
     def decorated(method):
+        """Return a plain `def` around a method, which hides that the method is an `async def`."""
+
         def call(*args):
             return method(*args)
 
@@ -325,7 +332,7 @@ async def test_asynchronous_methods_behind_a_decorator_run_to_their_end():
 
 
 @pytest.mark.anyio
-async def test_an_asynchronous_close_follows_a_blocked_call_that_was_given_up():
+async def test_an_asynchronous_close_follows_an_abandoned_call():
     class Mixed(Blocking):
         async def close(self):
             self.calls.append("close")

@@ -1,3 +1,5 @@
+"""Shared resources: each is opened once for all callers of a node, and closed with the node."""
+
 from contextlib import asynccontextmanager
 
 import anyio
@@ -11,7 +13,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 class Opener:
-    """Opens resources, and records which of them are open."""
+    """Opens resources, and counts them: opened so far, open now, and the most that were open at once.
+
+    Args:
+        seconds: seconds that opening takes.
+        fails: number of first openings that fail.
+    """
 
     def __init__(self, seconds: float = 0.0, fails: int = 0) -> None:
         self.opened = 0
@@ -22,6 +29,7 @@ class Opener:
 
     @asynccontextmanager
     async def __call__(self):
+        """Open a resource, whose value is its number from 1."""
         await anyio.sleep(self._seconds)
         if self._fails:
             self._fails -= 1
@@ -36,7 +44,7 @@ class Opener:
             self.open_now -= 1
 
 
-async def test_what_is_shared_is_opened_once_and_closed_with_the_node():
+async def test_a_shared_resource_is_opened_once_and_closed_with_the_node():
     opener, got = Opener(1.0), []
 
     async def ask():
@@ -53,7 +61,7 @@ async def test_what_is_shared_is_opened_once_and_closed_with_the_node():
     assert (opener.opened, opener.open_now) == (1, 0)
 
 
-async def test_an_asker_that_is_cancelled_leaves_the_opening_to_the_others():
+async def test_a_cancelled_caller_does_not_stop_the_opening_for_other_callers():
     opener = Opener(5.0)
     async with sharing("run"):
         with anyio.move_on_after(1) as scope:
@@ -63,7 +71,7 @@ async def test_an_asker_that_is_cancelled_leaves_the_opening_to_the_others():
     assert (opener.opened, opener.open_now) == (1, 0)
 
 
-async def test_a_failed_opening_is_told_to_all_who_wait_and_tried_again_by_the_next():
+async def test_all_waiting_callers_get_the_error_of_an_opening_and_the_next_call_tries_again():
     opener, errors = Opener(1.0, fails=1), []
 
     async def ask():
@@ -85,7 +93,7 @@ async def test_an_opening_that_hangs_ends_with_an_error_that_names_it():
             await shared("pool", Opener(1e9))
 
 
-async def test_the_end_of_the_node_does_not_wait_for_what_is_being_opened():
+async def test_the_end_of_the_node_does_not_wait_for_a_resource_that_is_being_opened():
     opener, told = Opener(50.0), []
 
     async def ask():
@@ -102,7 +110,7 @@ async def test_the_end_of_the_node_does_not_wait_for_what_is_being_opened():
     assert opener.opened == 0
 
 
-async def test_what_is_shared_is_closed_also_when_the_node_is_cancelled():
+async def test_a_shared_resource_is_closed_also_when_the_node_is_cancelled():
     opener = Opener()
     with anyio.move_on_after(1):
         async with sharing("run"):
@@ -111,7 +119,7 @@ async def test_what_is_shared_is_closed_also_when_the_node_is_cancelled():
     assert (opener.opened, opener.open_now) == (1, 0)
 
 
-async def test_an_error_of_the_node_passes_as_it_is():
+async def test_an_error_of_the_node_is_raised_unchanged():
     opener = Opener()
 
     async def node():
@@ -136,7 +144,7 @@ class Pool:
         return Stock("sandboxes", 1, 2, 3, 4, 5)
 
 
-async def test_what_of_the_shared_things_is_lent_can_be_seen():
+async def test_open_resources_report_their_stocks():
     @asynccontextmanager
     async def open_pool():
         yield Pool()

@@ -19,12 +19,12 @@ from flash.foreign.forking import ForkedProcess, ForkServer, _Popen, python_comm
 
 ROOT = Path(__file__).parents[2]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork"]
-"""The first process there has no parent that it could see, nor has one that was brought in from outside."""
-FIRST = f"from {__name__} import Told, told; print(told(Told.server))"
+"""Command that runs another one as the first process of a new PID namespace. There, a process sees no parent (id 0)."""
+FIRST = f"from {__name__} import Answering, answer_of; print(answer_of(Answering.server))"
 
 
-class Told(ForkedProcess):
-    """Leaves an answer in a file."""
+class Answering(ForkedProcess):
+    """Forked process that leaves an answer in a file. Subclasses give other answers."""
 
     server = ForkServer()
 
@@ -37,10 +37,11 @@ class Told(ForkedProcess):
         Path(self._file).write_text(json.dumps(self.answer()))
 
     def answer(self) -> object:
+        """Return an answer that JSON can hold, in the forked process."""
         return "here"
 
 
-def told(server: ForkServer, kind: type[Told] = Told) -> object:
+def answer_of(server: ForkServer, kind: type[Answering] = Answering) -> object:
     """Return the answer of a process that is forked from `server`."""
     file = Path(os.environ["TMPDIR"]) / f"told-{os.getpid()}"
     process = kind(str(file))
@@ -53,22 +54,22 @@ def told(server: ForkServer, kind: type[Told] = Told) -> object:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For temporary files."""
+    """Return the folder for temporary files (TMPDIR)."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
-def test_a_process_without_a_parent_that_it_can_see_has_processes_forked(tmp_path: Path) -> None:
+def test_a_process_that_sees_no_parent_can_have_processes_forked(tmp_path: Path) -> None:
     if subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no numbers of processes of a test's own can be had here")
+        pytest.skip("a new PID namespace cannot be made here")
     own = os.environ | {"TMPDIR": str(tmp_path)}
     command = [*IN_A_CONTAINER, sys.executable, "-c", FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("here\n", "")
 
 
-class Drawn(Told):
-    """Tells what it draws of those that nobody has seeded."""
+class Drawn(Answering):
+    """Reports a random number of numpy and one of torch, without seeds of its own."""
 
     def answer(self) -> object:
         import numpy as np
@@ -78,16 +79,16 @@ class Drawn(Told):
 
 
 @pytest.mark.usefixtures("folder")
-def test_two_that_are_forked_from_one_process_do_not_draw_the_same_numbers() -> None:
+def test_two_processes_of_one_server_do_not_draw_the_same_random_numbers() -> None:
     server = ForkServer("numpy.random", "torch")
-    one, other = told(server, Drawn), told(server, Drawn)
+    one, other = answer_of(server, Drawn), answer_of(server, Drawn)
     assert isinstance(one, list)
     assert isinstance(other, list)
     assert len({*one, *other}) == 4
 
 
-class Starting(Told):
-    """Says how it starts processes of its own."""
+class Starting(Answering):
+    """Reports the start method of multiprocessing, before and after it has set one itself."""
 
     def answer(self) -> object:
         before = multiprocessing.get_start_method(allow_none=True)
@@ -96,47 +97,47 @@ class Starting(Told):
 
 
 @pytest.mark.usefixtures("folder")
-def test_how_a_forked_process_starts_others_is_pythons_own_way_until_it_says_another() -> None:
-    assert told(Told.server, Starting) == [None, "spawn"]
+def test_a_forked_process_has_pythons_default_start_method_until_it_sets_another() -> None:
+    assert answer_of(Answering.server, Starting) == [None, "spawn"]
 
 
-class Parent(Told):
+class Parent(Answering):
     """Reports the process id of its server."""
 
     def answer(self) -> object:
         return os.getppid()
 
 
-class Nested(Told):
+class Nested(Answering):
     """Has processes forked, and reports for each of them if its own server has forked it."""
 
     wanted = (((), {}), (("json",), {}), (("json", "csv"), {"KIND": "a"}), (("html",), {}), (("json",), {"KIND": "b"}))
 
     def answer(self) -> object:
         servers = [ForkServer(*modules, variables=variables) for modules, variables in self.wanted]
-        return [told(server, Parent) == os.getppid() for server in servers]
+        return [answer_of(server, Parent) == os.getppid() for server in servers]
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_forked_process_uses_its_own_server_for_others_if_that_has_the_modules_and_variables() -> None:
-    assert told(ForkServer("csv", "json", variables={"KIND": "a"}), Nested) == [True, True, True, False, False]
+    assert answer_of(ForkServer("csv", "json", variables={"KIND": "a"}), Nested) == [True, True, True, False, False]
 
 
-class Importing(Told):
+class Importing(Answering):
     """Reports the file of a module that its server has imported."""
 
     def answer(self) -> object:
         return sys.modules["tabnanny"].__file__
 
 
-def test_a_server_and_other_processes_import_nothing_from_the_working_directory_instead_of_what_is_installed(
+def test_a_server_and_other_processes_import_installed_modules_before_those_of_the_working_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "tabnanny.py").write_text("")
     monkeypatch.chdir(folder)
     installed = find_spec("tabnanny")
     assert installed is not None
-    assert told(ForkServer("tabnanny"), Importing) == installed.origin
+    assert answer_of(ForkServer("tabnanny"), Importing) == installed.origin
     command = [*python_command("import tabnanny; print(tabnanny.__file__, sys.argv[1])"), "argument"]
     assert subprocess.check_output(command, text=True) == f"{installed.origin} argument\n"
 
@@ -173,7 +174,7 @@ def ask():
 """
 
 
-def test_a_folder_of_the_name_of_the_package_in_the_working_directory_does_not_hide_it(tmp_path: Path) -> None:
+def test_a_folder_called_flash_in_the_working_directory_does_not_hide_the_package(tmp_path: Path) -> None:
     code, work = tmp_path / "code", tmp_path / "work"
     code.mkdir()
     (work / "flash").mkdir(parents=True)
@@ -186,37 +187,37 @@ def test_a_folder_of_the_name_of_the_package_in_the_working_directory_does_not_h
     assert (tmp_path / "found").read_text() == "flash.environment.interface"
 
 
-class Folder(Told):
+class Folder(Answering):
     """Reports the folder for its temporary files."""
 
     def answer(self) -> object:
         return tempfile.gettempdir()
 
 
-def test_a_forked_process_has_its_temporary_files_where_its_own_environment_says(
+def test_a_forked_process_uses_the_folder_for_temporary_files_of_its_own_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "asks.py").write_text("import tempfile; tempfile.gettempdir()")
     monkeypatch.syspath_prepend(folder)
     server = ForkServer("asks")
-    told(server)
+    answer_of(server)
     (folder / "own").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder / "own"))
-    assert told(server, Folder) == str(folder / "own")
+    assert answer_of(server, Folder) == str(folder / "own")
 
 
 SOCKETS = f"""if True:
     import os
     from pathlib import Path
-    from {__name__} import Told, told
+    from {__name__} import Answering, answer_of
     os.umask(0)
-    told(Told.server)
+    answer_of(Answering.server)
     (socket,) = Path(os.environ["TMPDIR"]).glob("forks-*")
     print(oct(socket.stat().st_mode & 0o777))
 """
 
 
-def test_nobody_else_can_have_processes_forked_and_the_socket_goes_with_its_owner(tmp_path: Path) -> None:
+def test_only_the_owner_may_use_the_socket_of_a_server_which_is_removed_with_its_process(tmp_path: Path) -> None:
     own = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", SOCKETS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own, cwd=ROOT)
@@ -230,7 +231,7 @@ def test_a_process_does_not_seem_to_run_while_another_thread_reads_its_exit_code
     handle.sentinel, handle.returncode, handle._polling = read, None, threading.Lock()
     codes: list[int | None] = []
     polling = threading.Thread(target=lambda: codes.append(handle.poll()))
-    # This thread is the one that reads: the code is out of the pipe, and `returncode` is not set yet.
+    # This thread stands for the one that reads: the code is out of the pipe, and `returncode` is not set yet.
     with handle._polling:
         polling.start()
         polling.join(0.2)

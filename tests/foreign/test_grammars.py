@@ -50,14 +50,14 @@ STOP: Tool = {"type": "function", "function": {"name": "stop", "parameters": NOW
         ({"type": "array", "items": True, "uniqueItems": False, "title": "x", "default": []}, None),
     ],
 )
-def test_a_schema_that_engines_would_ignore_in_part_is_refused_by_the_place(
+def test_a_schema_that_engines_would_ignore_in_part_is_refused_with_the_place(
     schema: dict[str, Any], fault: str | None
 ) -> None:
     found = schema_fault(schema)
     assert found == fault if fault is None else (found or "").startswith(fault)
 
 
-def test_a_deep_schema_is_searched_to_its_ground() -> None:
+def test_a_deep_schema_is_searched_to_the_bottom() -> None:
     schema: Any = {"type": "string", "format": "colour"}
     for _ in range(3000):
         schema = {"type": "array", "items": schema}
@@ -65,6 +65,10 @@ def test_a_deep_schema_is_searched_to_its_ground() -> None:
 
 
 def tokenizer_of(name: str, folder: Path, *, reasoning: bool = False) -> HfTokenizer:
+    """Return a tokenizer with the chat template and tool parser of a family of models, which is saved in `folder`.
+
+    `name`: key of `FORMS`; `reasoning`: True to use the family's parser of reasoning, too.
+    """
     form = FORMS[name]
     parser = form.reasoning_parser if reasoning else None
     return HfTokenizer(ModelConfig(path=form.save(folder), tool_parser=form.tool_parser, reasoning_parser=parser))
@@ -95,7 +99,7 @@ def random_text(tokenizer: HfTokenizer, tag: str, rng: random.Random) -> list[in
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama"])
-def test_what_is_sampled_in_a_form_is_read_as_it_must_be(name: str, tmp_path: Path) -> None:
+def test_a_response_that_is_sampled_in_a_form_is_parsed_in_that_form(name: str, tmp_path: Path) -> None:
     tokenizer, rng = tokenizer_of(name, tmp_path), random.Random(0)
     forms = {
         "text": ResponseForm(SCHEMA, calling=False),

@@ -13,7 +13,7 @@ PROGRAM = "from flash.foreign.vllm_parsers import parser_names; print(parser_nam
 
 
 def names(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Read the names in a process that imports from `folder` first."""
+    """Print the names of reasoning parsers in a process that imports from `folder` first. Return the ended process."""
     paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
     return subprocess.run(
         [sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True

@@ -60,7 +60,7 @@ def has(owner: Any, name: str) -> bool:
 
 @pytest.mark.integration  # imports most of vLLM
 @pytest.mark.parametrize("path", TOUCHED)
-def test_what_we_touch_is_there(path: str) -> None:
+def test_each_listed_attribute_exists(path: str) -> None:
     module, _, attributes = path.partition(":")
     library = module.partition(".")[0]
     owner: Any = import_module(module)
@@ -71,7 +71,7 @@ def test_what_we_touch_is_there(path: str) -> None:
         owner = getattr(owner, name, None)
 
 
-def test_an_attribute_that_is_missing_is_missed() -> None:
+def test_a_missing_attribute_is_noticed() -> None:
     class Owner:
         declared: int
 
@@ -89,7 +89,9 @@ def test_an_attribute_that_is_missing_is_missed() -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_we_reach_into_has_a_ceiling_and_the_installed_one_is_below_it(library: str) -> None:
+def test_a_library_whose_internals_are_used_has_an_upper_version_limit_that_the_installed_one_keeps(
+    library: str,
+) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (wanted,) = {line for lines in extras.values() for line in lines if Requirement(line).name == library}
     specifier = Requirement(wanted).specifier
@@ -100,6 +102,7 @@ def test_a_library_we_reach_into_has_a_ceiling_and_the_installed_one_is_below_it
 
 
 def _installed(name: str) -> bool:
+    """Return True if a distribution of this name is installed."""
     try:
         metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -108,7 +111,7 @@ def _installed(name: str) -> bool:
 
 
 @pytest.mark.parametrize("package", ["flash", "algorithms", "benchmarks"])
-def test_vllm_is_imported_in_its_room_alone(package: str) -> None:
+def test_vllm_is_imported_in_flash_foreign_alone(package: str) -> None:
     stray = [
         str(path.relative_to(ROOT))
         for path in (ROOT / package).rglob("*.py")
