@@ -145,7 +145,8 @@ def add_hub_option(parser: argparse.ArgumentParser) -> None:
 
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
-    """Return the place at which the hub can be found.
+    """Return the place at which the hub of a run, the process that coordinates it, can be found. For `flash join` and
+    `flash drain`.
 
     Args:
         hub: value of `--hub`, HOST:PORT; None if it was not given.

@@ -191,6 +191,7 @@ def named_environment(words: list[str], options: list[str]) -> Config:
     Raises:
         ConfigError: not exactly one environment is named, it cannot be imported, or it refuses its options.
     """
+    # A word with a colon is an import path, unless it is a file with a colon in its name.
     paths = [word for word in words if "=" not in word and (":" not in word or word.endswith(".toml"))]
     classes = [word for word in words if "=" not in word and word not in paths]
     if len(classes) > 1 or not (classes or paths):

@@ -216,8 +216,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
     directory = run_directory(arguments.source)
     planned = plan(arguments.source, arguments.from_step, arguments.to_step)
     files, overrides = split_arguments([str(directory.config), *arguments.config])
+    # The run is the user's own, so its modules may be imported. A bundle may be another person's (`_replay_bundle`).
     config = load(files, overrides)
-    refuse_idle(directory.config, config, given(files[1:], overrides))
+    refuse_idle(directory.config, config, given(files[1:], overrides))  # without the keys of the run's own file
     make_fetched(config)
     _check_model(config, "the replay begins with that model: name it with model.path=FOLDER")
     _print_line(

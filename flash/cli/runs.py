@@ -4,8 +4,8 @@ They are view, watch, plot, compare, trace, track, export and rhythm. Each comma
 adds its parser, and a function `run_COMMAND`, which carries it out and returns the exit code. `flash.cli.main.COMMANDS`
 lists the functions `add_COMMAND`. Packages that take long to import are imported when a command needs them.
 
-A command that cannot work with its arguments or its run raises a ConfigError, for which `flash.cli.main` prints the
-message and exits with 2.
+A command that cannot work with its arguments or its run raises a FlashError, mostly a ConfigError. `flash.cli.main`
+prints its message and exits with 2.
 
 `flash rhythm` measures the attention of a model in responses, as training with `algorithm.rhythm` does, which gives
 some tokens larger advantages. *Local* attention heads look back few tokens, *global* ones many. A *plan* is a token

@@ -256,6 +256,7 @@ def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) ->
     if len(items) == 1:
         yield function(items[0])
         return
+    # Only Linux says how many cores a process may use.
     workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     # Workers are spawned, not forked: a fork would copy the threads and locks of the caller. They would outlive this
     # process if it is killed, because each of them keeps the pipe open from which all of them read their work.

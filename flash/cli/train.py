@@ -62,11 +62,14 @@ def add_run_parser(commands: CommandParsers, name: str, about: str, *, tried: st
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Check the configuration, make a model that is missing, and train, for `flash train`. Returns the exit code."""
+    """Check the configuration, make a model that is missing, and train, for `flash train`. Returns the exit code.
+
+    Raises the errors of `carry_out`, and ModuleNotFoundError if torch or vLLM is not installed.
+    """
     from flash.run.checks.preflight import start_problems
 
     def try_out(config: Config) -> Iterable[str]:
-        """Carry out `--dry-run`."""
+        """Carry out `--dry-run`: yield a line for each part that was tried."""
         from flash.run.checks.dry_run import dry_run
 
         return dry_run(config)

@@ -190,7 +190,14 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
 
 def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fields: Iterable[str]) -> str:
     """Return the error message for the option `name`, which a table of this kind does not have. It may name the kinds
-    that have it. `fields`: names of the options that the table has."""
+    that have it.
+
+    Args:
+        name: the unknown option.
+        kind: tag of the table; empty if there is only one kind.
+        kinds: structs of all kinds that could be at this place, by tag.
+        fields: names of the options that the table has.
+    """
     own = ", ".join(f"`{field}`" for field in fields) or "none"
     others = [show(other) for other, struct in kinds.items() if name in struct.__struct_fields__]
     hint = f"; it belongs to {_either(others)}" if others else suggest(name, fields)

@@ -435,7 +435,7 @@ def _merge(
 
 def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     """Return True if the table `value` names another kind than the earlier table `existing` at the same dotted path,
-    and so has other options."""
+    and so has other options. False if `value` names no kind, or if all tables at this path are of one kind."""
     tag = _tagged_tables().get(path)
     return tag is not None and tag in value and value[tag] != existing.get(tag)
 

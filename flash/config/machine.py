@@ -178,7 +178,8 @@ def compiler() -> str:
 @cache
 def _prints_version(name: str, path: str) -> bool:
     """Return True if a program found on `path` prints its version, which is how torch checks for a compiler. `path` has
-    the form of the variable PATH. Cached, because each engine that starts asks."""
+    the form of the variable PATH. False also if the program does not answer within COMPILER_TIMEOUT_S. Cached, because
+    each engine that starts asks."""
     try:
         asked = subprocess.run(
             [name, "--version"],
@@ -233,7 +234,8 @@ PROCESSES_PER_CORE = 4
 def check_cluster(config: Config) -> Iterator[ConfigProblem]:
     """Check that nodes, GPUs and cores are enough for the trainer ranks.
 
-    Also check that the named cores exist here, each once, and that the hub's address has its form.
+    Also check that the named cores exist here, each once, and that the address of the hub, the process that coordinates
+    a run, has its form.
     """
     yield from _placement(config) if config.sft is None else _one_node(config)
     cores = os.cpu_count() or 1

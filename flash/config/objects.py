@@ -63,8 +63,8 @@ def import_from(folders: Iterable[str]) -> None:
 
 
 def share_import_path() -> None:
-    """Store the import path of this process in its environment variable `IMPORT_PATH`, for processes that are started
-    from here.
+    """Store the import path of this process in the environment variable that `IMPORT_PATH` names, for processes that
+    are started from here.
 
     A launcher calls this. The processes read it with `take_import_path`. PYTHONPATH is not used, because it would put a
     user's folder before the standard library, also in programs that run under another Python.

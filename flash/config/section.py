@@ -70,6 +70,7 @@ ABSENT: dict[str, str] = dict.fromkeys(
 instead."""
 
 
+# `PLAIN` has the default of each setting, with which tokens are drawn from the model's own distribution.
 SAMPLING_KEYS = tuple(name for name in Sampling.__struct_fields__ if name != "stop_token_ids")
 """Keys of `[rollout]`, and of an environment's domains, that become a `Sampling`. The key `stop` becomes two fields."""
 

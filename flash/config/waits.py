@@ -73,7 +73,7 @@ def emptying_s(config: Config) -> float:
     0 for `recompute` and `keep`, with which the requests stay in the engine during the load.
     """
     match config.rollout.swap:
-        case "drain":  # the requests end
+        case "drain":  # each request ends within its own limit
             return config.deadlines.generate
         case "abort":  # the requests move to other engines
             return config.deadlines.swap

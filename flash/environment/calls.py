@@ -414,7 +414,8 @@ def _text(error: BaseException) -> str | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters unchanged; of a longer text only its two ends.
+    """Return a text of at most `most` characters unchanged; of a longer text only its two ends, of about `most`
+    characters together.
 
     The ends of an error message usually say the most. Between them stands how many characters were left out.
     """

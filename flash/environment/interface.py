@@ -221,8 +221,9 @@ class NextResponse(Protocol):
         ...
 
     def form(self, form: ResponseForm) -> None:
-        """Let the next response have this form. Call it after `go_on`, `offer` and `template`.
+        """Let the next response have this form: a text that follows a JSON schema, or calls of functions.
 
+        Call it after `go_on`, `offer` and `template`, because the form depends on the tools and on the chat template.
         The trainer learns which tokens the form has forbidden, and trains the policy under the form.
 
         Raises:

@@ -185,7 +185,8 @@ def python_command(code: str) -> list[str]:
 
 
 def use_own_resource_tracker() -> None:
-    """Give this forked process a resource tracker of its own, a helper process of multiprocessing.
+    """Give this forked process a resource tracker of its own, a helper process of multiprocessing. Called when a
+    process of a run has been forked.
 
     A tracker removes resources, such as the shared memory of engines, when the process that uses it has ended. The
     server's tracker would remove the resources only when the server ends, and with a warning.

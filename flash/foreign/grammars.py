@@ -221,12 +221,12 @@ class GrammarReplay:
     def __init__(
         self, manager: Any, parameters: Any, prompt: Sequence[int], generated: int, reasoning: dict[str, Any]
     ) -> None:
-        begin = list(prompt[: len(prompt) - generated])
+        begin = list(prompt[: len(prompt) - generated])  # the prompt as it was before the first token of the response
         self._manager = manager
         self._request = _new_request(parameters, begin, reasoning)
         manager.grammar_init(self._request)
         state = self._request.structured_output_request
-        if isinstance(state._grammar, Future):
+        if isinstance(state._grammar, Future):  # vLLM compiles the grammar in a thread of its own
             wait([state._grammar])
         if isinstance(state.grammar, Exception):
             raise state.grammar

@@ -134,7 +134,8 @@ def sampling_parameters(
     The engine calls this, and shares the result among requests with equal settings.
 
     Args:
-        settings: settings of sampling and stopping, by vLLM's own names.
+        settings: settings of sampling and stopping, by vLLM's own names; `stop`, the texts that end the response, must
+            be among them.
         max_tokens: largest number of tokens of the response.
         likeliest: number of most likely tokens whose log-probs are reported in addition to the sampled token's.
         tag: structural tag of the grammar under which the tokens are sampled; None: no grammar.

@@ -77,7 +77,8 @@ class Parsed(NamedTuple):
     calls: list[Called]
     """Calls of functions, in their order."""
     malformed: bool
-    """True if a call begins in the response but no call could be read. The text of the call is then in the content."""
+    """True if a call begins in the response but no call could be read, or if the parser has failed. The text of the
+    call, or the whole response, is then in the content."""
 
 
 def parser_names(package: Package) -> list[str]:

@@ -75,6 +75,7 @@ def _pack_weights(
         layer: the layer.
     """
     before_packing(layer)
+    # None in the first load, in which `process` makes the kernel and packs the weights itself.
     kernel = method.moe_kernel if isinstance(method, UnquantizedFusedMoEMethod) else None
     process(layer)
     if kernel is not None:
@@ -132,10 +133,11 @@ def put_adapter(worker: Any, number: int, tensors: dict[str, torch.Tensor], drop
 def held_adapter(worker: Any, number: int) -> Iterator[torch.Tensor]:
     """Yield the tensors with which a worker computes for an adapter. They are padded with zeros.
 
-    `flash.weights.worker` computes the checksum of the adapter from them. `number` is the number of the adapter.
+    `flash.weights.worker` computes the checksum of the adapter from them. `number` is the number of the adapter. Raises
+    ValueError if the worker does not hold it.
     """
     adapters: Any = worker.model_runner.lora_manager._adapter_manager
-    slot = adapters.lora_index_to_id.index(number)
+    slot = adapters.lora_index_to_id.index(number)  # the layers hold all adapters, stacked in this order
     for layer in adapters.modules.values():
         for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
             yield stacked[slot]
