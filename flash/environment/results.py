@@ -2,8 +2,8 @@
 
 The classes are a user's, so a result may have any type, and its methods may raise anything. The player of episodes
 calls the functions through `flash.environment.calls.check_returned`, which adds to the error which method returned the
-value. `check_solved_examples` and `check_letters` are for the warm start of a tiny model: Flash makes a small model, and
-first trains it on examples that the environment has solved.
+value. `check_solved_examples` and `check_letters` are for the warm start of a tiny model: Flash makes a small model,
+and first trains it on examples that the environment has solved.
 """
 
 from __future__ import annotations
