@@ -146,6 +146,7 @@ class FoundKey(NamedTuple):
     key: str
     """Dotted path."""
     value: Any
+    """Value that the settings give it."""
     at_default: bool
     """True if the value is the default that the key had, so that Flash does the same without the key."""
 
