@@ -46,6 +46,14 @@ def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
     assert "outputs/models/my-first-project will be made" in said
 
 
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("length", [0, 1])
+def test_the_environment_of_the_project_refuses_a_length_without_held_out_words(length: int) -> None:
+    """The search for such a word would never end."""
+    with pytest.raises(ConfigError, match=rf"Backwards refuses them: .*length must be at least 2, .* but is {length}$"):
+        load("run.toml", [f"env.options.length={length}"])
+
+
 def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: tuple[Path, str]) -> None:
     (project[0].parent / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--of-a-plugin"\n')
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

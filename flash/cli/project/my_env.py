@@ -17,8 +17,14 @@ HELD_OUT_ONE_IN = 10
 class Backwards:
     """Environment whose episodes have one word and one answer."""
 
+    @classmethod
+    def check(cls, length: int = 6) -> None:
+        """Refuse words that are too short. Flash calls this before a run starts, with the options of `env.options`."""
+        if length < 2:
+            raise ValueError(f"length must be at least 2, since no word of one letter is held out, but is {length}")
+
     def __init__(self, length: int = 6) -> None:
-        """Store the options. `env.options` in run.toml sets them, and they are checked before a run starts."""
+        """Store the option `length`, the number of letters of a word. `env.options` in run.toml sets it."""
         self._length = length
         self._word = ""
 
@@ -48,7 +54,7 @@ class Backwards:
 
 
 def draw(rng: random.Random, length: int, held_out: bool) -> str:
-    """Return a random word, either a held-out one or one for training."""
+    """Return a random word of `length` letters, at least 2: a held-out one or one for training."""
     while True:
         word = "".join(rng.choices(LETTERS, k=length))
         if (zlib.crc32(word.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
