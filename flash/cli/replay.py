@@ -4,9 +4,9 @@ Each command has a function `add_COMMAND`, which adds its parser, and a function
 returns the exit code. `flash.cli.main.COMMANDS` lists the functions `add_COMMAND`.
 
 A *version* is the weights after a number of steps: step N trains version N into version N + 1. A *bundle* is a file of
-recorded batches with all that their replay needs, also the metrics of the run, and of the replay with which the maker
-of the bundle has tried it. A replay runs on one rank, on the CPU if there is no GPU. Results are equal bit for bit only
-on the same build: the same processor, device and versions of packages.
+recorded batches with all that their replay needs. `flash bundle` replays a bundle once when it writes it. The bundle
+also has the metrics of that replay and of the run. A replay runs on one rank, on the CPU if there is no GPU. Results
+are equal bit for bit only on the same build: the same processor, device and versions of packages.
 
 The commands raise a FlashError for wrong arguments, damaged recordings and models that cannot be read.
 """

@@ -207,7 +207,7 @@ def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fie
 def _fault(value: Any) -> str | None:
     """Return why a value, or a part of it, cannot be used at all; None if it can.
 
-    Such values fit a type, for example that of an option without an annotation, but could not be written to JSON,
+    Such values fit a type, for example that of an option without an annotation. But they could not be written to JSON,
     passed on to another process, or used as a path. They would fail there, far from the key.
     """
     match value:

@@ -417,8 +417,8 @@ def _merge(
     """Merge a table of one source into `into`, and note in `origins` which source set each key last.
 
     `prefix`: dotted path of the table with a dot behind; empty for the tables of a whole source. Nested tables are
-    merged key by key. A table replaces the earlier one as a whole if it has another kind, whose options would not fit,
-    or if it is `{}` in an override, with which a user clears a table.
+    merged key by key, with two exceptions. A table of another kind replaces the earlier one as a whole, whose options
+    would not fit. The table `{}` in an override clears the earlier one.
     """
     for key, value in table.items():
         path = prefix + key
@@ -451,9 +451,9 @@ def _tagged_tables() -> dict[str, str]:
 def _with_hint(problem: ConfigProblem, merged: Mapping[str, Any]) -> ConfigProblem:
     """Return the problem with a hint, if it is about an unknown key or a distribution of `[simulate]` in text form.
 
-    The hint for an unknown key is the reason why the key does not exist, a key of the same name in another table, or
-    the nearest name, first in the same table. Other problems are returned unchanged. `_decode` calls this for each
-    problem that `examine` has found. `merged`: the tables of all sources.
+    The hint for an unknown key is the reason why the key does not exist. Without a known reason it is a key of the same
+    name in another table, or the nearest name, first in the same table. Other problems are returned unchanged.
+    `_decode` calls this for each problem that `examine` has found. `merged`: the tables of all sources.
     """
     section, _, name = problem.key.partition(".")
     # Earlier versions of Flash read a distribution from a text.
