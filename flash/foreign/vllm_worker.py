@@ -75,7 +75,7 @@ def _pack_weights(
         layer: the layer.
     """
     before_packing(layer)
-    # None in the first load, in which `process` makes the kernel and packs the weights itself.
+    # Read before `process`, which makes the kernel if there is none yet, and then packs the weights itself.
     kernel = method.moe_kernel if isinstance(method, UnquantizedFusedMoEMethod) else None
     process(layer)
     if kernel is not None:
