@@ -194,7 +194,7 @@ def attend_ragged_backward(
     """
     import torch
 
-    # The kernel takes one type, and a merged output and its gradient may be in float32.
+    # The kernel takes one type. The merged output and its gradient may have another one.
     grad, output, *wide = (
         _pad_heads(one.to(query.dtype), (query, value)).contiguous() for one in (grad, output, query, key, value)
     )
