@@ -25,7 +25,7 @@ FETCHED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as `make site` does. A link that leads nowhere is an error, and so is a page that is in no menu."""
+    """Build the site as `make site` does. A link that leads nowhere or a page in no menu is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
