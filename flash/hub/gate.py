@@ -99,12 +99,7 @@ class _ConnectedPeer(msgspec.Struct):
 
 
 class Gate:
-    """Admits peers by name and passes valid requests to the hub. The owner of the port gives the methods to `serve`.
-
-    Args:
-        hub: answers the requests, and is notified when a peer is lost.
-        config: the configuration of the run. It says how many peers of each kind the run has.
-    """
+    """Admits peers by name and passes valid requests to the hub. The owner of the port gives the methods to `serve`."""
 
     def __init__(self, hub: Hub, config: Config) -> None:
         self._hub, self._incarnations = hub, hub.incarnations

@@ -202,10 +202,8 @@ class Hub:
     async def _watch_stages(self) -> str:
         """Wait until the run needs no trainer rank any more. Each stage of the run must end before its deadline.
 
-        Returns a phrase for the work that did not end in time after an interrupt; empty if all work ended.
-
-        Raises:
-            DeadlineError: a stage has exceeded its deadline, and a restart of the ranks cannot help.
+        Returns a phrase for the work that did not end in time after an interrupt; empty if all work ended. Raises
+        DeadlineError if a stage has exceeded its deadline, and a restart of the ranks cannot help.
         """
         while not self._trainers.done:
             ended, stage = self.progress.stages_ended, self.stages.now
@@ -388,9 +386,7 @@ class InProcessCaller:
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply.
 
-        Raises:
-            DeadlineError: no reply came within `timeout` seconds.
-            FlashError: the hub refused the request, or the run has failed.
+        Raises DeadlineError after `timeout` seconds, and the error with which the hub refuses the request.
         """
         with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
             reply = await self._hub.handle(request)

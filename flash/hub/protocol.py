@@ -39,22 +39,17 @@ class HubCaller(Protocol):
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most.
 
-        Raises:
-            DeadlineError: no reply came in time.
-            PeerLostError: the connection has ended.
-            FlashError: the hub refused the request with this error.
+        Raises DeadlineError if no reply came in time, PeerLostError if the connection has ended, and the error with
+        which the hub refuses the request.
         """
         ...
 
 
 class BlockingHubCaller(Protocol):
-    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`.
-
-    A call raises the errors that `HubCaller.call` names.
-    """
+    """A connection to the hub whose calls block their thread, such as `flash.transport.client.BlockingClient`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        """Send one request and wait for its reply, for `timeout` seconds at most. Raises as `HubCaller.call` does."""
         ...
 
 

@@ -52,9 +52,7 @@ class _RepeatedStep(msgspec.Struct):
     ranks, and has the same rounds as the first time."""
 
     incarnation: int
-    """Number of the incarnation that trains the step again."""
     step: int
-    """Number of the step."""
     may_save: bool
     """True if a checkpoint may follow the step: it is the last step to train again, and the batch of the next step was
     not begun before the loss. This is decided when the first rank requests the step."""
@@ -64,6 +62,8 @@ class _RepeatedStep(msgspec.Struct):
 
 class TrainingSteps:
     """Forms and deals batches, counts steps, and announces versions.
+
+    A request that waits when the run fails raises the error of the run.
 
     Args:
         context: the shared objects of the hub.
@@ -298,17 +298,10 @@ class TrainingSteps:
     ) -> p.BatchReply:
         """Return the reply with the requested part of the rank's shard. Notes when the rank has received the last part.
 
-        A step can be committed only after every rank has got the last part of its last round.
-
-        Args:
-            rounds: for each round of the step, by data rank: the parts of the shard.
-            request: the rank's request, with the numbers of the round and of the part.
-            incarnation: the incarnation of the rank when the request arrived.
-            may_save: the field of the reply: True if the ranks may write a checkpoint after the step.
-            must_save: the field of the reply: True if they must write one.
-
-        Raises:
-            ContractError: the step has no such round, or the shard has no part of this number.
+        A step can be committed only after every rank has got the last part of its last round. `rounds` has the parts of
+        the shard for each round of the step, by data rank. `incarnation` is the incarnation of the rank when the
+        request arrived. `may_save` and `must_save` are fields of the reply, about a checkpoint after the step. Raises
+        ContractError if the step has no such round, or the shard has no such part.
         """
         if request.round >= len(rounds):
             raise ContractError(f"rank {request.rank} asks for round {request.round} of the {len(rounds)} of its step")
@@ -360,10 +353,8 @@ class TrainingSteps:
         """Count a step that all ranks have trained, unless an earlier incarnation has trained it before.
 
         In both cases the ranks hold the next version then, and the stage of the run (`Stage.STEP` or `Stage.REPEATING`)
-        ends. Rank 0 sends this for all ranks.
-
-        Raises:
-            ContractError: the ranks are at another step, or a rank has not fetched its whole shard.
+        ends. Rank 0 sends this for all ranks. Raises ContractError if the ranks are at another step, or if a rank has
+        not fetched its whole shard.
         """
         version = self._progress.trainer_version
         if request.step != version:
@@ -426,9 +417,6 @@ class TrainingSteps:
         of their versions is announced until they have reached the run's version. A new version may also make an
         evaluation due. Ranks that have started again publish the run's version a second time: it is then not announced
         as new, but engines that have not loaded it yet can fetch it from these ranks.
-
-        Raises:
-            FlashError: the run has failed while this request waited; this is its error.
         """
         progress = self._progress
         if self._incarnations.publish():
@@ -465,10 +453,8 @@ class TrainingSteps:
         """Write the hub's state of this moment into the checkpoint that the ranks are writing.
 
         Nodes deliver results and get leases while it is written. These changes go into a new file of the journal, which
-        begins at this moment. The observer gets the totals of the ledger, for people.
-
-        Raises:
-            ContractError: the run is not between two steps.
+        begins at this moment. The observer gets the totals of the ledger, for people. Raises ContractError if the run
+        is not between two steps.
         """
         await self._work.tidy()
         # Most groups are copied ahead, in slices. Below, the state of one moment is taken without any await in between,
@@ -490,7 +476,7 @@ class TrainingSteps:
 
         During the last evaluation an engine may start, in a node that joins or in place of an engine that died. Such an
         engine needs the weights that the ranks hold, so the ranks have to stay until then. The signal `run` wakes this
-        request. If the run fails meanwhile, its error is raised.
+        request.
         """
         self._observer.activities(request.activities)
         self._incarnations.ranks[request.rank].saved = True

@@ -243,10 +243,8 @@ class NodeWork:
         If no task can run, the request waits for at most `waits.long_poll_s`; the reply may be empty then.
         `grant_leases` appends leases to the list `reply` and wakes this request. The end of the run wakes it, too, and
         so does the end of the time for which tasks were kept for other nodes. If the connection of the node ends
-        meanwhile, this request is cancelled, and `node_lost` queues the tasks of the leases in the reply again.
-
-        Raises:
-            FlashError: the run has failed; this is its error.
+        meanwhile, this request is cancelled, and `node_lost` queues the tasks of the leases in the reply again. If the
+        run has failed, its error is raised.
         """
         node = request.node
         if node in self._leaving:

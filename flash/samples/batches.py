@@ -72,10 +72,7 @@ def join_rounds(rounds: Sequence[Batch]) -> Batch:
 
 
 def split_rounds(batch: Batch) -> list[tuple[Batch, Round]]:
-    """Return the rounds of a batch with their places, so that ranks that train the batch again make the same sums.
-
-    A batch that was trained in one round gives one round, the batch itself.
-    """
+    """Return the rounds of a batch with their places, so that ranks that train the batch again make the same sums."""
     if not batch.rounds:
         return [(batch, ONLY_ROUND)]
     # `Round.groups` leaves out groups that earlier steps have trained in part.
@@ -224,7 +221,6 @@ class _Block(NamedTuple):
     tokens: int
     """Number of tokens to compute for these samples; shared beginnings count once."""
     group: _SortedGroup
-    """Whole group that these samples are of."""
     samples: range
     """Positions of the samples in `group.indices`."""
 

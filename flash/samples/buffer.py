@@ -97,11 +97,8 @@ class SampleBuffer:
     def do_slice(self) -> bool:
         """Do one slice of the backlog, the store's postponed work. Returns True if work is left.
 
-        The hub calls this until no work is left, and serves other requests after each slice.
-
-        Raises:
-            BreakerError: too many groups were filtered out in a row. Every method that changes the samples may raise
-                this error, because it may do a slice.
+        The hub calls this until no work is left, and serves other requests after each slice. Raises BreakerError if too
+        many groups were filtered out in a row. So may every method that changes the samples, because it may do a slice.
         """
         if self.samples.backlog:
             self._record_and_apply(SliceDone())
@@ -171,10 +168,8 @@ class SampleBuffer:
     def deliver(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
         """Store the result of a lease from a node, and decide about its group.
 
-        If the lease was withdrawn or revoked before, the result is dropped and only its tokens are counted.
-
-        Raises:
-            BreakerError: too many tasks were given up in a row, or too many groups were filtered out in a row.
+        If the lease was withdrawn or revoked before, the result is dropped and only its tokens are counted. Raises
+        BreakerError if too many tasks were given up in a row, or too many groups were filtered out in a row.
         """
         if lease_id in self.samples.leases.out:
             self._record_and_apply(Delivered(lease_id, node, result))
@@ -182,10 +177,7 @@ class SampleBuffer:
             self._record_and_apply(DeliveredLate(lease_id, result.sampled_tokens))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """Queue the tasks of leases again, because their node is lost, or has not claimed them after a restart.
-
-        Large work is left to the backlog. A lease that was withdrawn before is only forgotten.
-        """
+        """Queue the tasks of leases again, because their node is lost, or has not claimed them after a restart."""
         self._record_and_apply(Revoked(list(lease_ids)))
 
     # -- batches -----------------------------------------------------------------------------------------------------
@@ -271,9 +263,8 @@ class SampleBuffer:
     def commit(self, version: int) -> None:
         """Count the groups of the step that trained `version` as trained. The counting may leave a backlog.
 
-        Raises:
-            ContractError: no whole batch of this step was taken, or the ledger does not account for each task and
-                token.
+        Raises ContractError if no whole batch of this step was taken, or if the ledger does not account for each task
+        and token.
         """
         batches = self.samples.batches
         if not batches.training or batches.open or batches.step != version:
@@ -282,18 +273,12 @@ class SampleBuffer:
         self._record_and_apply(Committed(version, self.samples.counts))
 
     def put_back(self) -> None:
-        """Make the groups of the running step ready again, because the run ends before its batch is whole.
-
-        Large work is left to the backlog.
-        """
+        """Make the groups of the running step ready again, because the run ends before its batch is whole."""
         self._taken = 0
         self._record_and_apply(PutBack())
 
     def close(self) -> None:
-        """Withdraw all groups that are left after the last step. Their tokens count as discarded.
-
-        Large work is left to the backlog.
-        """
+        """Withdraw all groups that are left after the last step. Their tokens count as discarded."""
         self._record_and_apply(Closed())
 
 

@@ -219,11 +219,9 @@ class GroupPool:
         """Groups that a step may take, because they are ready or expiring."""
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the numbers of all groups."""
         return iter(self._groups)
 
     def __getitem__(self, group_id: int) -> Group:
-        """Return a group that is in the pool."""
         return self._groups[group_id]
 
     def get(self, group_id: int) -> Group | None:

@@ -178,14 +178,12 @@ class Journal(Protocol):
 class NoJournal:
     """Journal that keeps no event, for `checkpoint.journal = "off"`, simulations and tests.
 
-    After a crash the run continues from the checkpoint, and generates later samples again.
+    After a crash the run continues from the checkpoint, and generates later samples again. All calls return at once.
     """
 
-    def record(self, event: Event) -> None:
-        """Drop the event."""
+    def record(self, event: Event) -> None: ...
 
-    async def written(self) -> None:
-        """Return at once: no event is awaited."""
+    async def written(self) -> None: ...
 
     def begin(self, version: int) -> int:
         """Return 0, because there are no files."""
@@ -212,8 +210,7 @@ class MemoryJournal:
         """Append the event to the newest file."""
         self.events.append(event)
 
-    async def written(self) -> None:
-        """Return at once, because all events are in memory."""
+    async def written(self) -> None: ...
 
     def begin(self, version: int) -> int:
         """Begin a new file. Returns its number."""
@@ -270,8 +267,7 @@ class Replay:
     def apply(self, event: Event) -> None:
         """Apply the next event.
 
-        Raises:
-            ContractError: the event cannot have happened in this state, so the journal does not belong to it.
+        Raises ContractError if it cannot have happened in this state, so that the journal does not belong to the state.
         """
         if isinstance(event, Began):
             # A new hub process began, with the state that the events so far lead to and with settings of its own.
@@ -307,10 +303,8 @@ class Replay:
 
         Finishes the backlog, and undoes the counts of steps from `until` on: their groups are formed batches again. The
         result is a copy, but the replay's own state changes, too. The restart calls this at the end, and `apply` for
-        the start of each hub process in the journal.
-
-        Raises:
-            ContractError: the ledger does not account for each task and token.
+        the start of each hub process in the journal. Raises ContractError if the ledger does not account for each task
+        and token.
         """
         if (store := self._store) is None:
             return None

@@ -56,10 +56,7 @@ class Backlog:
         self._left: deque[tuple[Callable[[int], None], Iterator[int]]] = deque()
 
     def add(self, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Add the work to call `do` with each number. Then do one slice of all work: small work is done at once.
-
-        Raises the errors of `do_slice`.
-        """
+        """Add the work to call `do` with each number. Then do one slice of all work: small work is done at once."""
         # The numbers are copied, because the work itself may change the collection that they come from.
         self._left.append((do, iter(list(numbers))))
         self.do_slice()
@@ -431,10 +428,8 @@ class SampleStore:
         """Decide whether a group of the pool is ready, is filtered out, leaves or waits, after a member has changed.
 
         The change is that a member has finished, failed, or was given up. A group that has just become complete loses
-        its other members, which are redundant.
-
-        Raises:
-            BreakerError: too many groups were filtered out in a row. The decision is made before the error is raised.
+        its other members, which are redundant. Raises BreakerError if too many groups were filtered out in a row. The
+        decision is made before the error is raised.
         """
         if group.complete:
             self._give_up_pending(group, "beaten", Outcome.CANCELLED)
@@ -467,8 +462,7 @@ class SampleStore:
     def _keep_or_filter(self, group: Group) -> None:
         """Keep a complete group for a step, or filter it out.
 
-        Raises:
-            BreakerError: too many groups were filtered out in a row. The group is removed before the error is raised.
+        Raises BreakerError if too many groups were filtered out in a row. The group is removed before that.
         """
         if self.rules.filter_of(group.kind).keeps(group):
             self.pool.mark_ready(group)
@@ -533,10 +527,7 @@ class SampleStore:
     def commit(self, step: int) -> None:
         """Count the groups of the running step as trained in the ledger, in slices. The step is over.
 
-        The ledger is checked against the tasks and tokens that the store still has.
-
-        Raises:
-            ContractError: the ledger does not account for each task and token.
+        Raises ContractError if the ledger does not account for each task and token (`check`).
         """
         self.batches.step = None
         min_version = self.contract.min_token_version(step)
@@ -783,9 +774,7 @@ class SampleStore:
     def check(self) -> None:
         """Compare the ledger with the tasks and tokens in the pool and in batches: the law of conservation.
 
-        `commit` calls this, `Hub.run` at the end of the run, and a replay for each state that it returns.
-
-        Raises:
-            ContractError: the ledger does not account for each issued task and each generated token.
+        `commit` calls this, `Hub.run` at the end of the run, and a replay for each state that it returns. Raises
+        ContractError if the ledger does not account for each issued task and each generated token.
         """
         self.ledger.check(self.in_flight, self.buffered_tokens)

@@ -314,7 +314,6 @@ class TaskQueue:
         """Lines that are not empty, by the nodes on which their tasks have failed."""
 
     def __len__(self) -> int:
-        """Return the number of waiting tasks."""
         return sum(len(line.waiting) for line in self._lines.values())
 
     @property

@@ -47,7 +47,6 @@ LATE_S = 1.0
 blocked, and the reply may have arrived unread."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
-"""Decoder of ERROR frames."""
 
 
 @asynccontextmanager
@@ -186,7 +185,7 @@ class Client:
     async def run(self) -> None:
         """Give each reply to the call that waits for it, until the connection ends. Then end all pending calls.
 
-        `connect` runs this in a task of its own. The task also ends the connection if the server breaks the protocol.
+        `connect` runs this. It also ends the connection if the server breaks the protocol.
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._connection.write)
@@ -289,9 +288,7 @@ class BlockingClient:
     """
 
     _portal: BlockingPortal
-    """Runs functions on the loop of the background thread; made by `__enter__`."""
     _client: Client
-    """Client on that loop; made by `__enter__`."""
 
     def __init__(
         self,

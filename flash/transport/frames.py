@@ -85,11 +85,7 @@ class Request(msgspec.Struct, Generic[ReplyT], frozen=True):
 
 
 def reply_type(request: type[Request[ReplyT]]) -> type[ReplyT]:
-    """Return the struct that answers requests of this class.
-
-    The class names it directly, as in `class Add(Request[Sum])`, or through its first base, as in
-    `class Add(NodeRequest[Sum])`.
-    """
+    """Return the struct that answers requests of this class: the type argument of its first base."""
     bases: tuple[Any, ...] = vars(request)["__orig_bases__"]
     (reply,) = get_args(bases[0])
     return reply
@@ -98,8 +94,7 @@ def reply_type(request: type[Request[ReplyT]]) -> type[ReplyT]:
 def check_reply(request: Request[ReplyT], reply: msgspec.Struct) -> ReplyT:
     """Return `reply` if its type is the one that the request's class names.
 
-    Raises:
-        ContractError: the reply has another type, so the handler has a bug.
+    Raises ContractError if the reply has another type, so that the handler has a bug.
     """
     expected = reply_type(type(request))
     if not isinstance(reply, expected):
@@ -113,20 +108,18 @@ def check_reply(request: Request[ReplyT], reply: msgspec.Struct) -> ReplyT:
 
 
 class FrameKind(IntEnum):
-    """Purpose of a frame. A client sends REQUEST and CANCEL; a server sends REPLY and ERROR."""
+    """Purpose of a frame. A client begins a call with REQUEST, and may end it with CANCEL if it gives up.
+
+    A server ends the call with REPLY or ERROR.
+    """
 
     REQUEST = 1
-    """Request that begins a call."""
     REPLY = 2
-    """Reply that ends a call."""
     ERROR = 3
-    """Error that ends a call."""
     CANCEL = 4
-    """End of a call by its caller, who waits for no reply any more."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-"""Kind of each number that a frame's head may have."""
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -162,10 +155,7 @@ def frame_slices(
     """Append one encoded frame to `buffer`, and yield after each slice of a long frame.
 
     Nothing else may use `buffer` or change `body` until the generator has ended. On an error `buffer` is left as it
-    was.
-
-    Raises:
-        TransportError: the frame would be longer than `limit` bytes.
+    was. Raises TransportError if the frame would be longer than `limit` bytes.
     """
     start = len(buffer)
     try:
@@ -199,7 +189,6 @@ class FrameDecoder:
         self._partial = bytearray()
         """Bytes of the incomplete frame at the end of the stream so far."""
         self._wanted = _HEADER.size
-        """Value of `wanted`."""
 
     @property
     def partial(self) -> int:
@@ -214,8 +203,7 @@ class FrameDecoder:
     def feed(self, piece: bytes) -> list[Frame]:
         """Take the next bytes of the stream and return the frames that they complete.
 
-        Raises:
-            TransportError: the bytes are not frames. The decoder cannot be used any more.
+        Raises TransportError if the bytes are not frames. The decoder cannot be used any more then.
         """
         if not self._partial:  # the usual case: the piece begins with a frame
             frames, end = self._split(piece)
@@ -390,10 +378,7 @@ class FrameConnection:
         """Wait for room, encode one frame while other tasks run in between, and queue it.
 
         If the task is cancelled, nothing is queued. On a broken connection the frame is dropped silently; `receive`
-        raises the loss.
-
-        Raises:
-            TransportError: the frame is too long; nothing was queued.
+        raises the loss. Raises TransportError, and queues nothing, if the frame is too long.
         """
         await self.wait_for_room()
         frame = bytearray()
@@ -406,10 +391,8 @@ class FrameConnection:
 
         Use this for frames that must be queued without awaiting: CANCEL while a task is cancelled, and ERROR. There is
         no check for room, because these frames are small. The caller may await `wait_for_room` before. On a broken
-        connection the frame is dropped silently; `receive` raises the loss.
-
-        Raises:
-            TransportError: the frame is too long; nothing was queued.
+        connection the frame is dropped silently; `receive` raises the loss. Raises TransportError, and queues nothing,
+        if the frame is too long.
         """
         frame = bytearray()
         append_frame(frame, kind, call, body)
