@@ -14,7 +14,7 @@ format of the API that the client expects (`_from_anthropic`).
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
 import anyio
@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from flash.http.server import read_body
 from flash.service import chat, completions, messages, responses
@@ -41,6 +41,9 @@ BODY_BYTES = 16 << 20
 READ_BYTES = 1 << 16
 """Longest body, in bytes, that is decoded on the event loop. The worst case is a body of messages of one character
 each, which takes some milliseconds. Longer bodies are decoded in a thread."""
+KEEP_ALIVE_S = 15.0
+"""Seconds without an event after which a stream sends a comment. Proxies and clients give a connection up on which
+nothing arrives for a minute or so, and a long call of a tool is sent only when it is complete."""
 RETRIES = "x-stainless-retry-count"
 """Header in which the clients of OpenAI and Anthropic send how often they have sent a request before."""
 
@@ -336,8 +339,43 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. Close the generator and `waits` at its end, also if the client has left."""
         with self._waits:
-            async with aclosing(self._events):
-                await super().__call__(scope, receive, send)
+            async with aclosing(self._events), kept_alive(send) as forward:
+                await super().__call__(scope, receive, forward)
+
+
+@asynccontextmanager
+async def kept_alive(send: Send) -> AsyncGenerator[Send]:
+    """Yield a function that sends as `send` does. While it sends nothing for `KEEP_ALIVE_S`, a comment is sent.
+
+    Clients ignore comments. None is sent before the response begins or after it ends.
+    """
+    last, is_open, lock = anyio.current_time(), False, anyio.Lock()
+
+    async def forward(message: Message) -> None:
+        """Send a message of the response."""
+        nonlocal last, is_open
+        async with lock:
+            is_open = message["type"] == "http.response.start" or message.get("more_body", False)
+            await send(message)
+            last = anyio.current_time()
+
+    async def fill_silence() -> None:
+        """Send a comment after each silence. It ends when the client has left, which `forward` notices by itself."""
+        nonlocal last
+        with suppress(OSError):
+            while True:
+                await anyio.sleep_until(last + KEEP_ALIVE_S)
+                async with lock:
+                    if anyio.current_time() < last + KEEP_ALIVE_S:
+                        continue
+                    if is_open:
+                        await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                    last = anyio.current_time()
+
+    async with unwrapped_group() as group:
+        group.start_soon(fill_silence)
+        yield forward
+        group.cancel_scope.cancel()
 
 
 async def _events(

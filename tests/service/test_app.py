@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import httpx
 import pytest
 
 from flash.http.server import MAX_JSON_VALUES
-from flash.service.app import make_app
+from flash.service.app import KEEP_ALIVE_S, kept_alive, make_app
 from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.fields import ApiError
 from flash.service.history import Continuation
@@ -154,3 +156,45 @@ async def test_a_wrong_method_a_compressed_body_and_a_call_of_another_kind_are_n
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert packed.status_code == 415
     assert "only functions can be called, but the type of a call is 'custom'" in custom.json()["error"]["message"]
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_stream_in_which_nothing_happens_is_kept_alive_by_comments() -> None:
+    sent: list[tuple[float, bytes]] = []
+    start = anyio.current_time()
+
+    async def send(message: Any) -> None:
+        sent.append((anyio.current_time() - start, message.get("body", b"start")))
+
+    async with kept_alive(send) as forward:
+        await anyio.sleep(2 * KEEP_ALIVE_S)
+        await forward({"type": "http.response.start"})
+        await anyio.sleep(0.9 * KEEP_ALIVE_S)
+        await forward({"type": "http.response.body", "body": b"one", "more_body": True})
+        await anyio.sleep(2.5 * KEEP_ALIVE_S)
+        await forward({"type": "http.response.body", "body": b"two", "more_body": True})
+        await forward({"type": "http.response.body", "body": b"end"})
+        await anyio.sleep(2 * KEEP_ALIVE_S)
+    assert [(round(when / KEEP_ALIVE_S, 6), body) for when, body in sent] == [
+        (2, b"start"),
+        (2.9, b"one"),
+        (3.9, b": waiting\n\n"),
+        (4.9, b": waiting\n\n"),
+        (5.4, b"two"),
+        (5.4, b"end"),
+    ]
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_client_that_has_left_does_not_fail_a_stream_that_waits() -> None:
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            raise OSError("the client has left")
+
+    async with kept_alive(send) as forward:
+        await forward({"type": "http.response.start"})
+        await anyio.sleep(3 * KEEP_ALIVE_S)
+        with pytest.raises(OSError, match="has left"):
+            await forward({"type": "http.response.body", "body": b"one", "more_body": True})
