@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NoReturn
@@ -120,8 +121,8 @@ def run_check_env(arguments: argparse.Namespace) -> int:
         """Stand in for `os._exit`, with which an environment would end the command with its own exit code."""
         if os.getpid() != checking:
             end_process(code)  # a process that was forked ends in this way
-        caller = sys._getframe(1)
-        fail(f"the process was ended by os._exit({code}) in {caller.f_code.co_filename}:{caller.f_lineno}")
+        *_, caller, _ = traceback.extract_stack()
+        fail(f"the process was ended by os._exit({code}) in {caller.filename}:{caller.lineno}")
 
     blocked: list[str] = []  # messages of the watched loop, each with the line that blocks it
     checking = os.getpid()
