@@ -114,6 +114,7 @@ def _game_of(options: AlfworldOptions, seed: int) -> str:
     epoch share the game after an unsolvable one, also in evaluations.
 
     Raises:
+        ConfigError: the games cannot be found any more.
         EnvError: no game of the side can be solved.
     """
     games = _games(options)

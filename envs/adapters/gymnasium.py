@@ -57,8 +57,9 @@ class Gymnasium:
         actions = env.action_space.n if isinstance(env.action_space, Discrete) else 0
         if not isinstance(env.observation_space, Text) and env.render_mode != "ansi":
             raise ConfigError(f'{options.id} shows no text; where it can: kwargs = {{ render_mode = "ansi" }}')
-        names = {name.casefold() for name in options.actions}
-        if len(names) != actions or not (actions or isinstance(env.action_space, Text)):
+        different = len({name.casefold() for name in options.actions})
+        fits = different == len(options.actions) == actions
+        if not fits or not (actions or isinstance(env.action_space, Text)):
             raise ConfigError(f"{options.id} takes {env.action_space}: give `actions` as many different names")
         for name in options.actions:
             if _last_word(name) != name.casefold():

@@ -338,8 +338,8 @@ class SimEngine:
         Before the next steps, waiting sequences join if there is room for them. If no sequence runs, the engine is idle
         until `_end_step_soon` is called.
 
-        `now` is the computed end of the last step or swap. It is not the clock's time, because timers that fire late
-        must not slow down the engine.
+        `now` is the computed end of the last step or swap, because timers that fire late must not slow down the engine.
+        For an idle engine it is the clock's time.
         """
         self._remove_ended()
         if self._done_steps % self._stream_interval == 0:

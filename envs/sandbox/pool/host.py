@@ -83,7 +83,8 @@ class Host(Protocol):
         ...
 
     async def start(self, ticket: Ticket) -> Sandbox:
-        """Start the sandbox of a ticket. Leaves nothing behind if the start fails or is cancelled.
+        """Start the sandbox of a ticket. If the start fails or is cancelled, the host removes what it had begun, at the
+        latest with its next check, or when the lease at a remote host ends.
 
         Raises:
             SandboxError: the sandbox cannot be started.

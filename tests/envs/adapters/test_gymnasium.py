@@ -104,6 +104,7 @@ async def test_text_is_taken_as_it_is() -> None:
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a"]}, "takes Discrete"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a"] * 4}, "takes Discrete"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": [*"abcA"]}, "takes Discrete"),
+        ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": [*"abcdA"]}, "takes Discrete"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a b", *"cde"]}, "is 'a b'"),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}, "actions": ["a.", *"cde"]}, r"is 'a\.'"),
         ({"id": "Parrot-v0", "actions": ["a"]}, "takes Text"),
