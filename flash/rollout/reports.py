@@ -53,7 +53,7 @@ class NodeReports:
         hub: receives the reports.
         proxy: has the state of the engines.
         scheduler: has the number of episodes.
-        now: returns Unix seconds on the loop's clock.
+        now: returns Unix seconds, also while the loop is blocked.
         blocked_s: returns the seconds in which the event loop was blocked so far.
     """
 

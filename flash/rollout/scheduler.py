@@ -90,7 +90,8 @@ class HubClient:
             seconds: time that each hub has to answer; None: `request_s`.
 
         Raises:
-            FlashError: the hub refuses the request, or is lost and no other hub follows it.
+            FlashError: the hub refuses the request, or is lost and this node cannot move to another hub. A node that
+                can move waits for the next hub without a limit, until the node itself is ended.
         """
         seconds = self._request_s if seconds is None else seconds
         while True:

@@ -312,9 +312,9 @@ def split_into_messages(
 def sample_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Return the metrics of one sample: the environment's metrics and, if the sample has a kind, two more metrics.
 
-    The two are the reward and the number of action tokens, which are the tokens that the policy sampled. A kind is the
-    name of the environment in a run that mixes several. `mean_metrics` takes the means over the samples of a batch or
-    of an evaluation.
+    The two are the reward and the number of action tokens, which are the tokens that the policy sampled. A kind is a
+    name that the environment gives a problem, such as one environment of a mixture. `mean_metrics` takes the means over
+    the samples of a batch or of an evaluation.
     """
     row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
     if kind := trajectory.task.kind:

@@ -319,8 +319,9 @@ def try_objective(config: Config) -> None:
     So a mistake in a user's objective is reported at once, and not after the first batch was sampled.
 
     Raises:
-        ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or
-            it claims to correct for old samples and gives the same result for every behaviour policy.
+        ConfigError: the objective raises, returns a wrong shape, gives a number that is not finite or no gradient; or,
+            if the run needs it to correct for old samples, it claims to and gives the same result for every behaviour
+            policy.
     """
     objective = make_objective(config.algorithm)
     name = type(objective).__name__
@@ -333,7 +334,8 @@ def try_objective(config: Config) -> None:
                 f"algorithm.objective: {name} gives {what} of {odd} on ordinary tokens (log-probs from -3 to -0.05, "
                 "ratios of 0.9 and 1.1, advantages of 1 and -1)"
             )
-    # Old samples need a loss that depends on the policy that sampled them. Check that the loss does.
+    # Old samples need a loss that depends on the policy that sampled them. Check that the loss does, unless no sample
+    # is old, a correction by weight takes this over, or the user allows that nothing corrects (`is_off_policy`).
     if not objective.corrects_staleness or not is_off_policy(config):
         return
     # Ratios from 0.4 to 2.5, on both sides of each clip range that an objective may have.

@@ -282,7 +282,8 @@ class RowAttention:
         Args:
             own: for each sequence, the rows that are computed for it: tokens that only this sequence has, and shared
                 tokens that belong to it; may be empty.
-            length_class_S: class of each sequence's length. Sequences of one class are padded to one batch.
+            length_class_S: class of the number of each sequence's own tokens. Sequences of one class are padded to one
+                batch.
             prefixes: for each sequence, the rows of the tokens before `own`, which belong to other sequences; may be
                 empty.
             position_U: position of each row's token in its sequences.

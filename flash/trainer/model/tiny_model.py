@@ -348,7 +348,8 @@ def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def _make_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Return a Qwen3 of the configured shape with random float32 weights, drawn from `SEED`.
 
-    The random state of this process is neither used nor changed, so the same options always make the same model.
+    The random state of the CPU is neither used nor changed, so the same options always make the same model. The seeds
+    of GPUs are set, but tiny models are made on the CPU, before anything draws on a GPU.
     """
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
