@@ -82,7 +82,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def kind(self) -> str:
-        """Kind of the group's problem: the name of its environment, in a run that mixes several; else empty."""
+        """Kind of the group's problem: a name from the environment (`Task.kind`); empty if it names no kinds."""
         return self.members[0].task.kind
 
     @property
