@@ -22,13 +22,14 @@ unexport PYTHONDONTWRITEBYTECODE
 env:
 	@$(PYTHON) scripts/install.py
 
-# Run the unit tests, which use the virtual clock and fakes, and the linters. The types of the whole code take 80 seconds
-# of a core, so only `make test` checks them all. Here pyright reads the files that differ from the last commit.
+# Run the fast unit tests, which use the virtual clock and fakes, and the linters. The tests with the mark `slow` are one
+# in thirty, and take more than half of the time. The types of the whole code take 80 seconds of a core, so only
+# `make test` checks them all. Here pyright reads the files that differ from the last commit.
 check: env
 	@$(MAKE) --no-print-directory --jobs=2 unit lint-changed
 
 unit: env
-	$(PYTEST) -m "not integration"
+	$(PYTEST) -m "not integration and not slow"
 
 # Run all tests, also those with real engines, process groups and, where a container engine answers, containers. Tests
 # that fail are run a second time, without other tests beside them. A test that passes then has a race that must be

@@ -42,6 +42,7 @@ BLOCKING = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.may_block
 def test_law_9_a_test_that_blocks_its_event_loop_fails(pytester: pytest.Pytester):
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 import envs.sandbox
 import flash
 from flash.config.objects import load_object
@@ -127,6 +129,7 @@ def said(file: Path) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
 
 
+@pytest.mark.slow
 def test_messages_that_are_explained_are_given() -> None:
     files = [file for folder in ("flash", "envs", "algorithms") for file in (ROOT / folder).rglob("*.py")]
     given = "\n".join(text for file in files for text in said(file))

@@ -60,6 +60,7 @@ ALONE = (CHANGES[1], CHANGES[5])
 torch."""
 
 
+@pytest.mark.slow
 def test_nothing_is_amiss_in_the_build_that_is_installed() -> None:
     rows = gpu_sources.rows(INSTALLED)
     assert [row for row in rows if row.fault] == []
@@ -93,6 +94,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[gpu
     return faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change[0]}: {change[3]}")
 def test_differences_of_another_build_are_named(
     other: Callable[[bool], list[gpu_sources.Row]], change: tuple[str, ...]

@@ -17,6 +17,7 @@ MOST_ROAD_LINES = 16_500
 """Bounds on the road of a sample, from its lease to the gradient."""
 
 
+@pytest.mark.slow
 def test_docstrings_stand_alone() -> None:
     pointing = [one for room in folders().values() if room.share > MOST_POINTING for one in room.pointing]
     assert not pointing, "\n".join(f"{one.file.relative_to(ROOT)}:{one.line}: {one.text[:100]}" for one in pointing)

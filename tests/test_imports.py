@@ -74,6 +74,7 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()

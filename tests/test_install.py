@@ -376,6 +376,7 @@ def test_pip_installs_the_locked_packages_where_uv_cannot_be_had(environment, ba
     assert commands.output(bare.python, "-c", "import small") == ""
 
 
+@pytest.mark.slow
 def test_torch_is_the_cpu_build_of_pytorchs_index_where_that_has_one(environment, bare, tmp_path, monkeypatch):
     (tmp_path / CPU_WHEEL).touch()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

@@ -95,6 +95,7 @@ def test_a_package_in_two_files_has_one_version(other: int) -> None:
     assert {name: pins[other][name] for name in both} == {name: pins[2][name] for name in both}
 
 
+@pytest.mark.slow
 def test_everything_that_the_installed_packages_require_is_installed(lock: ModuleType) -> None:
     left_out = lock.NOT_FOR_TEXT | lock.COMPILED
     # The packages of `lock.TEMPLATES` and `lock.COMPILED` are installed without their requirements: see these names.

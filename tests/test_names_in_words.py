@@ -105,6 +105,7 @@ def defines(scope: ast.Module, body: ast.Module | ast.ClassDef, names: Sequence[
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_names_in_docstrings_and_comments_exist(package: str) -> None:
     missing = [

@@ -46,6 +46,7 @@ def root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@pytest.mark.slow
 def test_nothing_is_patched_but_the_system() -> None:
     found = {str(path.relative_to(TESTS)): [*replaced(path.read_text())] for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names} == ALLOWED

@@ -69,6 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: None) -> Pa
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_environment_without_a_fault_gives_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check-env", "envs.arithmetic:Arithmetic", "--option", "digits=3", "--no-training", "--minutes", "0.5"]
     assert main(words) == 0

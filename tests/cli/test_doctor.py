@@ -38,6 +38,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "run.toml")
 
 
+@pytest.mark.slow
 def test_it_reports_every_check_and_the_exit_code_is_1_if_anything_is_missing(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_it_reports_every_check_and_the_exit_code_is_1_if_anything_is_missing(
     assert found[0]["state"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_counts_as_missing_and_the_machine_is_checked_anyway(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +62,7 @@ def test_a_wrong_configuration_counts_as_missing_and_the_machine_is_checked_anyw
     assert "`model.path` (setting): there is no folder a--b here" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_configuration_of_flash_sft_is_checked_for_flash_sft(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = Path(config).with_name("rows.jsonl")
     rows.write_text('{"prompt": "a", "completion": "b"}')

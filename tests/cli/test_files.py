@@ -118,6 +118,7 @@ def test_plot_names_the_path_that_it_cannot_read_or_write(
     assert f"flash: error: cannot {verb} {run / name}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_output_without_a_reader_ends_a_command_without_a_message(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -150,6 +151,7 @@ def test_replay_in_another_folder_than_the_runs_names_the_missing_model(
     assert not said.out
 
 
+@pytest.mark.slow
 def test_a_command_works_without_an_output(tmp_path: Path) -> None:
     words = 'exec "$0" -m flash plot "$1" >&-'
     done = subprocess.run(

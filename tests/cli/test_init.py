@@ -54,6 +54,7 @@ def test_the_environment_of_the_project_refuses_a_length_without_held_out_words(
         load("run.toml", [f"env.options.length={length}"])
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: tuple[Path, str]) -> None:
     (project[0].parent / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--of-a-plugin"\n')
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -62,6 +63,7 @@ def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: t
     assert "6 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_test_for_any_environment_holds_for_another_one_and_finds_a_broken_one(project: tuple[Path, str]) -> None:
     other = 'path = "envs.chain:ChainedSums"\n#'
     text = Path("run.toml").read_text().replace('path = "my_env:Backwards"\noptions', other)

@@ -200,6 +200,7 @@ sys.exit(main(sys.argv[1:]))
 installs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -77,6 +77,7 @@ def written(folder: Path, **texts: str) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_a_text_is_looked_at_under_a_model(flash: Command, model: Path, tmp_path: Path) -> None:
     text, prompt = written(tmp_path, text=TEXT + "\n", prompt="99+1=")
     picture, found = tmp_path / "seen.png", tmp_path / "seen.json"
@@ -137,6 +138,7 @@ def test_recorded_samples_are_looked_at_under_the_weights_of_the_run(
     assert "response 0: step 3, sample 0" in out
 
 
+@pytest.mark.slow
 def test_each_trained_branch_of_an_episode_is_a_response(
     flash: Command, model: Path, run_dir: Path, tmp_path: Path
 ) -> None:

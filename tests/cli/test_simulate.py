@@ -184,6 +184,7 @@ def test_a_line_says_that_the_run_cuts_responses(run: Path, capsys: pytest.Captu
     assert "responses of up to 64 tokens were cut at rollout.max_new_tokens = 32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_every_cell_marks_the_best_one_and_writes_the_named_files(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -204,6 +205,7 @@ def test_a_sweep_shows_every_cell_marks_the_best_one_and_writes_the_named_files(
     assert written[0]["bounds"][-1]["name"] == "capacity"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_words_is_drawn_too(run: Path, tmp_path: Path):
     simulate_command([run], ["run.steps=2"], sweeps=["rollout.swap=keep,recompute"], plot=tmp_path / "swap.png")
     assert (tmp_path / "swap.png").read_bytes().startswith(b"\x89PNG")
@@ -310,6 +312,7 @@ def test_without_a_simulate_table_there_is_nothing_to_simulate(tmp_path: Path):
         simulate_command([tmp_path / "real.toml"], [])
 
 
+@pytest.mark.slow
 def test_predictions_are_made_from_several_draws_of_the_workload(run: Path):
     seconds = predicted_step_s(run)
     assert len(set(seconds.tolist())) == len(seconds) > 1
@@ -361,6 +364,7 @@ def sweep(run: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_ends_at_once_with_its_workers_and_says_nothing(sweep: subprocess.Popen[bytes]) -> None:
     """As from a terminal: the interrupt goes to all processes of the command."""
     os.killpg(sweep.pid, signal.SIGINT)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from flash.cli.train import how_to_continue
 from flash.config.tree import Config
@@ -26,6 +27,7 @@ cluster = { gpus_per_node = 0 }
 """
 
 
+@pytest.mark.slow
 def test_a_sigterm_while_the_model_is_made_keeps_the_model_so_far_and_leaves_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.replace("FOLDER", str(tmp_path)))

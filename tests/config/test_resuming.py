@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flash.config.load import key_paths
 from flash.config.resuming import CONDITIONS, PARTIAL, REFUSED, partial_effects, refused
 from flash.observe.alarms import ALARMS
@@ -51,6 +53,7 @@ def test_a_changed_key_is_refused_or_reported_as_its_table_says() -> None:
         assert not partial_effects(had, had)
 
 
+@pytest.mark.slow
 def test_each_key_that_takes_effect_is_read_somewhere() -> None:
     """A key is read as an attribute somewhere in Flash; the keys of alarms are read by the names of the alarms."""
     nodes = (node for file in FLASH.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))

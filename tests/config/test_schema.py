@@ -33,11 +33,13 @@ def faults(settings: Any) -> list[str]:
     return [".".join(map(str, error.absolute_path)) for error in validator().iter_errors(settings)]
 
 
+@pytest.mark.slow
 def test_the_file_is_current_and_a_schema() -> None:
     assert FILE.read_text(encoding="utf-8") == encoded_schema() + "\n", "run `make docs`"
     jsonschema.Draft7Validator.check_schema(schema())
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(encoded_schema())
@@ -96,6 +98,7 @@ def test_a_part_of_a_configuration_is_valid(settings: dict[str, Any]) -> None:
     assert faults(settings) == []
 
 
+@pytest.mark.slow
 def test_each_key_has_its_meaning_and_no_link_that_an_editor_cannot_open() -> None:
     sections = {struct.__name__: struct for struct in structs() if issubclass(struct, Section)}
     described = {

@@ -191,6 +191,7 @@ print(import_paths({"env": Env, "reward": reward, "part": functools.partial(othe
 """
 
 
+@pytest.mark.slow
 def test_the_same_code_has_the_same_name_in_each_process_and_changed_code_another(tmp_path: Path) -> None:
     def name_of(program: str, seed: str) -> str:
         """Return the import path that a program prints in a process with this seed of Python's hashes."""

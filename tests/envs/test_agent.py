@@ -186,6 +186,7 @@ async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messa
     messages.append({"role": "assistant", "content": rng.choice([got[0], got[0].strip()])})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_of_hundreds_of_agents_tokens_trained_are_tokens_sampled() -> None:
     tokenizer = ByteTokenizer()

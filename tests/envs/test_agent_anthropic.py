@@ -130,6 +130,7 @@ async def test_the_agent_of_the_documents_works() -> None:
         assert (await trained("of_the_documents", fast("fine"))).turns[-1].note == "fine"
 
 
+@pytest.mark.slow
 async def test_a_program_is_an_agent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
     with anyio.fail_after(60):
@@ -375,6 +376,7 @@ async def trained_in_any_order(name: str, policy: Policy, **changes: Any) -> Tra
     return played
 
 
+@pytest.mark.slow
 async def test_many_agents_at_once_get_their_own_answers() -> None:
     def repeat(request: ResponseRequest) -> list[int]:
         shown = bytes(token for token in request.prompt if token < 256).decode()

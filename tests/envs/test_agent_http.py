@@ -123,6 +123,7 @@ async def test_the_agent_of_the_documents_works() -> None:
         assert (await trained(make(f"{__name__}:of_the_documents"), fast("fine"))).turns[-1].note == "fine"
 
 
+@pytest.mark.slow
 async def test_a_program_is_an_agent_too() -> None:
     command = [sys.executable, "-c", PROGRAM]
     assert (await trained(make(command=command), fast("fine"))).turns[-1].note == "fine"
@@ -247,6 +248,7 @@ async def test_a_key_is_of_no_use_for_another_episode() -> None:
         session.end()
 
 
+@pytest.mark.slow
 async def test_many_agents_at_once_get_their_own_answers() -> None:
     def echo(request: Any) -> list[int]:
         shown = bytes(token for token in request.prompt if token < 256).decode()

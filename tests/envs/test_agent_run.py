@@ -97,6 +97,7 @@ def check(run: World, shards: Sequence[Shard], first: int, tokens: int) -> None:
     assert trained == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_a_run_trains_every_branch_of_its_episodes_and_its_books_balance(alpha: float) -> None:
     run = world(alpha)
@@ -108,6 +109,7 @@ def test_a_run_trains_every_branch_of_its_episodes_and_its_books_balance(alpha: 
     check(run, run.trainer.shards, 0, end.ledger["trained_tokens"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_hub_dies_goes_on_from_its_journal_with_all_branches() -> None:
     journal = MemoryJournal()
     first = world(journal=journal)

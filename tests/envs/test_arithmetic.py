@@ -41,6 +41,7 @@ async def prompts_of(seeds):
     return prompts
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_training_and_held_out_problems_never_meet():
     train = await prompts_of(range(90_000))

@@ -121,6 +121,7 @@ async def test_solved_examples_are_whole_training_chains():
         assert turns[1].prompt[:3] == turns[0].answer[-3:]
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_latencies_have_the_mean_and_deviation_asked_for():

@@ -96,6 +96,7 @@ def test_wrong_answers_are_wrong_and_it_is_said_why(answer: str, why: str) -> No
     assert why in what_is_wrong(answer, GIVEN, TARGET)
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="0123789+-*/() =\n<answer>", max_size=60) | st.text(max_size=60))
 def test_no_text_makes_the_judge_fail(answer: str) -> None:
     assert isinstance(what_is_wrong(answer, GIVEN, TARGET), str)

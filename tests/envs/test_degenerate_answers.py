@@ -74,6 +74,7 @@ def test_an_answer_of_repeated_fragments_is_read_in_linear_time(name: str) -> No
     assert seconds < MOST_S, text
 
 
+@pytest.mark.slow
 def test_mathematics_of_repeated_fragments_is_read_in_linear_time() -> None:
     pytest.importorskip("math_verify")
     rewards = importlib.import_module("envs.rewards.math")

@@ -192,6 +192,7 @@ def test_options_that_no_game_can_have_are_refused(options: dict[str, Any], mess
         FrozenLakeOptions(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_each_seed_has_a_lake_if_the_options_pass_the_check() -> None:
     options = FrozenLakeOptions(size=8, shortest=16)

@@ -98,6 +98,7 @@ def random_text(tokenizer: HfTokenizer, tag: str, rng: random.Random) -> list[in
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen", "llama"])
 def test_a_response_that_is_sampled_in_a_form_is_parsed_in_that_form(name: str, tmp_path: Path) -> None:
     tokenizer, rng = tokenizer_of(name, tmp_path), random.Random(0)

@@ -12,6 +12,7 @@ from tests.fuzz import config, hub, service, weights
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_the_hub_serves_its_peers_whatever_others_say_at_its_port() -> None:
     done = await hub.fuzz(1500, seed=7)
     assert done["dropped"] > 0
@@ -28,10 +29,12 @@ def test_the_weights_are_pulled_whatever_others_say_at_their_port() -> None:
     assert weights.fuzz(300, seed=7) == {"attackers": 300, "pulls": 12}
 
 
+@pytest.mark.slow
 async def test_the_sandbox_service_answers_its_clients_whatever_others_ask() -> None:
     done = await service.fuzz(400, seed=7)
     assert min(done.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_configuration_loads_or_is_refused_by_key_whatever_is_in_it() -> None:
     assert min(config.fuzz(300, seed=7).values()) > 0

@@ -59,6 +59,7 @@ def test_uvicorn_takes_makers_of_connections_and_leaves_signals_to_who_overrides
     assert "capture_signals" in inspect.getsource(Server.serve), "Server.serve does not use capture_signals"
 
 
+@pytest.mark.slow
 def test_its_insides_are_touched_in_one_file():
     found: set[str] = set()
     for path in [*(ROOT / "flash").rglob("*.py"), *(ROOT / "envs").rglob("*.py")]:

@@ -433,6 +433,7 @@ async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it
     driver.hub.samples.check()
 
 
+@pytest.mark.slow
 async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_encoded() -> None:
     samples = 4096
     config = make_config(group_size=1)

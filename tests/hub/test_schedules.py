@@ -95,6 +95,7 @@ def every_schedule_comes_to_its_end(seed: int) -> None:
     assert not (waits and stale), "a token is stale though steps wait for it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 15, 30])
 def test_the_laws_hold_on_every_schedule(first: int) -> None:
     for seed in range(first, first + 15):

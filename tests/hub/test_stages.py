@@ -300,6 +300,7 @@ async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_w
     assert "node 1 has been silent for 60 s, and no other node has engines; see the output of node 1" in note
 
 
+@pytest.mark.slow
 async def test_a_lease_that_no_node_ends_is_given_out_again() -> None:
     config = with_deadlines(make_config(retries=1), episode=100, request=10, close=5, step=100_000)
     run = Run(config)

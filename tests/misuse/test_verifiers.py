@@ -58,6 +58,7 @@ async def test_a_wrong_reward_is_refused_and_each_kind_of_number_is_taken() -> N
         assert await verify(f"{HERE}:gives", completion, "", 60) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
 async def test_what_a_verifier_does_to_its_process_reaches_no_other_answer() -> None:

@@ -27,6 +27,7 @@ from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 
 
+@pytest.mark.slow
 def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
     directory.append_spans(spans(30))
     for step in range(30):

@@ -100,6 +100,7 @@ def test_couplings_are_a_table_and_what_is_no_number_a_dash() -> None:
     assert " ".join(second.split()) == "FAI at plans 0 - 0.5 - - -"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "size"), [(8, 10), (200, 96)])
 def test_a_picture_has_both_maps_and_both_signals(tokens: int, size: int) -> None:
     seen = response(tokens)

@@ -209,6 +209,7 @@ def test_a_response_that_moves_away_is_no_end() -> None:
     assert rate == pytest.approx((1 + PRIOR) / (2 * (100 - math.ceil(EDGES[place])) + PRIOR * 2000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "responses",
     [
@@ -310,6 +311,7 @@ SHAPES: dict[str, Callable[[random.Random, int], float]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.integers(0, 1 << 30),

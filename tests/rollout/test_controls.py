@@ -163,6 +163,7 @@ def test_texts_without_control_tokens_have_the_tokens_that_transformers_gives_th
     assert tokenizer.render(text) == tokenizer.inner.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)

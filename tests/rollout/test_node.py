@@ -296,6 +296,7 @@ def test_a_ratio_of_zero_is_synchronous_training() -> None:
     assert set(ages(world)) == {0}
 
 
+@pytest.mark.slow
 def test_generation_and_training_overlap_only_with_a_positive_ratio() -> None:
     slow = {"eval": {"every": 0}, "run": {"steps": 10}}
     sync = World(make_config(train={"async_ratio": 0.0}, **slow), train_seconds=0.3)

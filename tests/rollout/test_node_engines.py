@@ -150,6 +150,7 @@ def node_of(hub: FakeHub, engines: list[FakeEngine], env: Callable[[], Any] = Ec
     return RolloutNode(config(**changes), link, makers, CharTokenizer(), played, now=now)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.integers(1, 60),

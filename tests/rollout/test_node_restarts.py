@@ -248,6 +248,7 @@ def test_a_run_that_ends_does_not_wait_for_an_engine_that_starts() -> None:
     assert all(fake.closed for line in one.lines for fake in line.made)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @example(3, [(4.014, 2), (7.894, 0), (3.128, 1), (5.772, 2), (0.0, 0)], "recompute", False, 0.0)
 @example(3, [(12.0, 1)], "drain", False, 1.0)

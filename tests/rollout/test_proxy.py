@@ -946,6 +946,7 @@ EVENTS = st.lists(
 `press` fills the KV cache that an engine reports, or empties it."""
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(EVENTS, st.sampled_from(MODES), st.booleans())
 def test_every_request_ends_exactly_once_with_all_its_tokens(

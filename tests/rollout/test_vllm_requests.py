@@ -45,6 +45,7 @@ def piece(drawn: int, likeliest: Sequence[int]) -> Any:
     return flat
 
 
+@pytest.mark.slow
 def test_law_4_pieces_that_vllm_has_put_together_say_what_they_said_alone() -> None:
     """vLLM joins pieces if a token comes before the caller has read the one ahead of it."""
     drawn, likeliest = [7, 4, 9, 9], [[5, 6, 7], [4], [9, 8], [1, 2, 9]]

@@ -105,6 +105,7 @@ def command(*words: object, code: int = 0) -> str:
     return out.getvalue() if code == 0 else err.getvalue()
 
 
+@pytest.mark.slow
 def test_a_bundle_replays_bit_for_bit_without_the_run_its_model_and_its_environment(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_settings_can_be_changed_and_the_first_other_tensor_is_named(made: Made)
         assert why in command("replay", made.whole, *words, code=2)
 
 
+@pytest.mark.slow
 def test_a_replay_that_differs_on_the_same_build_is_a_finding(made: Made, tmp_path: Path) -> None:
     members = members_of(made.whole)
     first, second = members["metrics.jsonl"].splitlines()
@@ -196,6 +198,7 @@ def test_a_replay_that_differs_on_the_same_build_is_a_finding(made: Made, tmp_pa
     command("replay", packed(members, tmp_path / "maker.flash"), code=1)
 
 
+@pytest.mark.slow
 def test_a_bundle_without_weights_takes_them_from_a_folder_that_has_the_same(made: Made, tmp_path: Path) -> None:
     assert not [name for name in members_of(made.light) if name.startswith("model/") and "safetensors" in name]
     assert made.light.stat().st_size < made.whole.stat().st_size
@@ -233,6 +236,7 @@ class Scaled(Objective, frozen=True):
 """Module of a user with an objective, which imports another module of the user."""
 
 
+@pytest.mark.slow
 def test_code_of_a_bundle_runs_only_if_it_is_trusted(
     tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +284,7 @@ INCOMPLETE = {
 """Expressions of an objective that need something outside of a bundle, with the text that names it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", INCOMPLETE)
 def test_a_bundle_that_lacks_a_part_of_the_objective_does_not_appear(
     kind: str, tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch
@@ -340,6 +345,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Settings of a trainer with further state, each with the step that is bundled."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_everything_that_a_trainer_keeps_is_in_a_bundle(name: str, tmp_path: Path) -> None:
     step, tables = CASES[name]
@@ -392,6 +398,7 @@ def test_a_run_of_two_ranks_differs_from_its_replay_by_rounding_and_by_how_much_
     assert all(one["here"] == pytest.approx(one["there"], rel=1e-3, abs=1e-5) for one in rounded)
 
 
+@pytest.mark.slow
 def test_a_failed_bundle_leaves_no_file(tmp_path: Path) -> None:
     config = config_of(tmp_path, model_at(tmp_path / "model"))
     run = make_run(config, 2)
@@ -441,6 +448,7 @@ def refusal(file: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_no_byte_of_a_bundle_can_change_unseen(made: Made, tmp_path: Path) -> None:
     whole, file = made.light.read_bytes(), tmp_path / "step.flash"
     places = [*range(0, 1024, 5), *range(1024, len(whole), 4999), *range(len(whole) - 1500, len(whole), 7)]
@@ -611,6 +619,7 @@ def test_contents_that_do_not_fit_are_refused_with_right_checksums(kind: str, ma
     assert why in refusal(packed(members, tmp_path / "step.flash"))
 
 
+@pytest.mark.slow
 def test_tokens_and_states_that_the_model_does_not_have_are_refused(made: Made, tmp_path: Path) -> None:
     def beyond(records: list[Any]) -> None:
         """Replace the first token of the first sample by one that the model does not have."""

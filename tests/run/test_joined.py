@@ -136,6 +136,7 @@ async def test_a_node_whose_hub_ends_while_the_engines_start_says_when_it_makes_
     assert "goes on" not in out
 
 
+@pytest.mark.slow
 async def test_a_node_delivers_the_samples_of_one_hub_to_the_next_hub(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +174,7 @@ async def test_a_node_delivers_the_samples_of_one_hub_to_the_next_hub(
             os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
 
 
+@pytest.mark.slow
 async def test_a_node_that_leaves_is_not_started_again_if_its_hub_is_lost_meanwhile(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:

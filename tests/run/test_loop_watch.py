@@ -112,6 +112,7 @@ def test_while_a_users_code_blocks_the_loop_no_deadline_passes_and_its_line_is_n
     assert "processor time" in told[0], "the line sleeps"
 
 
+@pytest.mark.slow
 @pytest.mark.may_block
 def test_a_line_that_computes_is_blamed_without_doubt() -> None:
     told: list[str] = []

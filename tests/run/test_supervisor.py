@@ -229,6 +229,7 @@ async def test_a_start_that_the_system_refuses_is_a_not_started_error() -> None:
         await processes.run("hub", Path("x"), [ProcessOrder(0)])
 
 
+@pytest.mark.slow
 async def test_where_the_server_is_killed_its_process_is_killed_and_the_next_one_has_another_server(
     tmp_path: Path,
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
         evaluate(model="a/b", reward=reward)
 
 
+@pytest.mark.slow
 def test_a_problem_that_the_command_finds_is_reported_once_and_without_a_file_that_the_caller_does_not_know(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_problem_that_the_command_finds_is_reported_once_and_without_a_file_th
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_there_to_resume_is_reported_with_the_name_of_the_argument(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

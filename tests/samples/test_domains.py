@@ -215,6 +215,7 @@ def test_samples_of_each_domain_have_its_temperature_also_after_a_replay_and_a_r
     assert again > old
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.integers(0, 10**6))
 def test_at_a_ratio_of_zero_the_same_problems_are_issued_in_whatever_order_groups_end(seed: int) -> None:

@@ -153,6 +153,7 @@ def test_a_state_and_the_events_after_it_give_every_later_state(seed: int, rules
         assert replay.state(until=1000) == expected
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 30), RULES)
 def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_hub_has_died(
     seed: int, rules: dict[str, Any]

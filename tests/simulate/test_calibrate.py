@@ -176,6 +176,7 @@ def recorded(config: Config) -> SimReport:
     return run_virtual(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engines", "alpha"), [(1, 0.0), (1, 1.0), (3, 2.0)])
 def test_a_simulated_run_is_predicted_from_what_it_left_behind(engines: int, alpha: float, tmp_path: Path):
     truth = msgspec.structs.replace(

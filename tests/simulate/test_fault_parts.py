@@ -85,6 +85,7 @@ def test_a_frozen_process_runs_no_callback_until_it_goes_on() -> None:
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["engine dies", "engine hangs"])
 def test_an_engine_of_a_frozen_node_dies_without_an_error_of_a_callback(kind: Any) -> None:
     for at in range(4, 12):

@@ -54,17 +54,20 @@ def scenario(*faults: Fault, **settings: Any) -> Scenario:
     return Scenario(1, SMALL | {name.replace("__", "."): value for name, value in settings.items()}, 1, {}, [*faults])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 6])
 def test_the_laws_hold_under_the_faults_of_a_seed(seed: int) -> None:
     assert play(draw(seed)).law == ""
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_events() -> None:
     one, other = play(draw(3)), play(draw(3))
     assert one.faults
     assert one.events == other.events
 
 
+@pytest.mark.slow
 def test_events_do_not_depend_on_the_order_of_hashes() -> None:
     digests = {
         subprocess.run(
@@ -116,6 +119,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_no_run(wait: float) -> No
     assert play(scenario(fault, checkpoint__every=1)).law == ""
 
 
+@pytest.mark.slow
 def test_engines_are_fast_again_after_a_fault_during_which_their_process_was_killed() -> None:
     faults = [Fault("engines are slow", 3.0, seconds=9.0), Fault("crash hub", 6.0)]
     slow = scenario(*faults, run__steps=60, train__batch_size=8, train__async_ratio=0.0)
@@ -330,6 +334,7 @@ def test_a_failing_scenario_is_made_smaller() -> None:
     assert not any(candidate.faults for candidate in smaller(small))
 
 
+@pytest.mark.slow
 def test_the_command_plays_a_seed_and_writes_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     assert main(["simulate", "--faults", "--seed", "3", "--trace", str(trace)]) == 0

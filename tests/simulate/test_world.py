@@ -57,6 +57,7 @@ def same(report: SimReport) -> SimReport:
     return msgspec.structs.replace(report, real_s=0.0, loop_lag_p99_ms=0.0)
 
 
+@pytest.mark.slow
 def test_law_8_the_same_configuration_gives_the_same_run() -> None:
     config = make()
     first, again = simulate(config), simulate(config)
@@ -109,6 +110,7 @@ def test_law_3_no_trained_token_is_older_than_the_age_limit(
     assert report.steps == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_no_token_is_stale_because_of_admission_and_speed_and_age_rise_with_the_ratio(nodes: int) -> None:
     work = {
@@ -127,6 +129,7 @@ def test_no_token_is_stale_because_of_admission_and_speed_and_age_rise_with_the_
     assert ages == sorted(set(ages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
 def test_the_engines_of_eight_nodes_train_as_much_in_the_same_time_as_those_of_one(alpha: float) -> None:
     def tokens_per_second(nodes: int) -> float:
@@ -178,6 +181,7 @@ def test_engines_wait_for_admission_when_synchronous_and_for_environments_when_t
     assert max(slow.engine_idle, key=lambda cause: slow.engine_idle[cause]) == "environments"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_expire", ["mask", "requeue"])
 def test_by_default_an_answer_that_takes_several_versions_is_trained_from_its_first_token_on(on_expire: str) -> None:
     tokens = [*[40] * 30, 200]
@@ -244,6 +248,7 @@ def test_every_swap_mode_trains_the_same_number_of_steps(swap: str) -> None:
     assert report.ledger["in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_a_fuller_cache_makes_a_run_slower() -> None:
     roomy = simulate(make(simulate={"prefill_s": 1e-3}))
     tight = simulate(make(simulate={"prefill_s": 1e-3, "kv_tokens": 600}))
@@ -325,6 +330,7 @@ waits = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]),
     spreads,
@@ -352,6 +358,7 @@ def test_no_engine_slot_stays_empty_while_an_admissible_task_waits(
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(spreads, st.integers(1, 8), st.integers(1, 6), st.integers(0, 1000))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_samples_never_take_longer_than_the_queue_scheduling_bound(
@@ -383,6 +390,7 @@ def _longest(config: Config) -> int:
     return max(workload.response_tokens(response_key(task, 0)) for task in tasks)
 
 
+@pytest.mark.slow
 @given(spreads, st.integers(2, 4), st.integers(1, 4), st.floats(0.1, 4.0), st.integers(0, 1000))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 def test_a_run_comes_close_to_what_its_slots_and_its_trainer_can_do(

@@ -78,6 +78,7 @@ def logprobs(model: Any) -> list[float]:
     return [float(rows[place, token]) for place, token in enumerate(TOKENS[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_version_0_is_the_base_to_the_bit_in_the_dtype_of_the_run(
     tied_model: Path, untied_model: Path, dtype: str
@@ -95,6 +96,7 @@ def test_version_0_is_the_base_to_the_bit_in_the_dtype_of_the_run(
     assert all(".layers." in name for name in own), "not of the output layer"
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_with_the_gradient_of_the_merged_weights(model: Path, tmp_path: Path) -> None:
     """Check dL/dB = s dL/dW Aᵀ and dL/dA = s Bᵀ dL/dW, where W is the merged weight of a fully trained model.
 
@@ -121,6 +123,7 @@ def test_only_adapters_are_trained_with_the_gradient_of_the_merged_weights(model
     assert {name for name in base if not torch.equal(base[name], after[name])} == {*found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_the_reference_of_a_kl_is_the_base_and_no_second_model(tied_model: Path, tmp_path: Path, place: str) -> None:
     copy = shutil.copytree(tied_model, tmp_path / "copy")
@@ -136,6 +139,7 @@ def test_the_reference_of_a_kl_is_the_base_and_no_second_model(tied_model: Path,
     assert same_weights(ours, others)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_continues_identically(tied_model: Path, tmp_path: Path) -> None:
     tables: dict[str, Any] = {
         "algorithm": {"advantage": "gae", "options": {"proximal": "ewma"}},
@@ -162,6 +166,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_identically(tied_model:
     assert all(".lora_" in name for name in policy)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_refused_on_other_weights(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
     plain = Trainer(make_config(tied_model))
@@ -172,6 +177,7 @@ def test_a_checkpoint_of_adapters_is_refused_on_other_weights(tied_model: Path, 
         checkpoint.load(path, adapted(other))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_refused_with_another_alpha(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, adapted(tied_model), kept(HUB), keep=1)
     assert checkpoint_files.read_manifest(path).alpha == LORA.alpha
@@ -184,6 +190,7 @@ def test_a_checkpoint_of_adapters_is_refused_with_another_alpha(tied_model: Path
             export_model(str(path), make_config(tied_model, **doubled), tmp_path / "exported", merged=merged_too)
 
 
+@pytest.mark.slow
 def test_an_export_loads_in_peft_and_a_merged_one_in_transformers(model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(model, tmp_path / "base")
     trainer = stirred(model)

@@ -44,6 +44,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(kind: str, way: str
         assert row["gradient_error"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings that torch raises for its own code while it traces
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
 def test_compiled_layers_have_the_log_probs_and_gradients_of_transformers(kind: str) -> None:

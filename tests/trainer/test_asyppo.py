@@ -167,6 +167,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Shard, list[Token]], None]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "critics"), [("plain", 2), *((name, 3) for name in VARIANTS if name != "plain")])
 def test_the_gradients_of_policy_and_critics_equal_the_paper_in_float64(
     tied_model: Path, small_model: Path, name: str, critics: int
@@ -213,6 +214,7 @@ def moved(parameters: dict[str, torch.nn.Parameter], direction: dict[str, torch.
             local(parameter).add_(direction[name], alpha=by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["policy", "critic"])
 def test_the_gradient_of_a_whole_step_equals_finite_differences_of_its_loss(
     tied_model: Path, small_model: Path, which: str
@@ -244,6 +246,7 @@ def test_the_gradient_of_a_whole_step_equals_finite_differences_of_its_loss(
     assert slope == pytest.approx(norm * share, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_the_step_depends_neither_on_the_token_budget_nor_on_the_order_of_samples(
     tied_model: Path, small_model: Path
 ) -> None:
@@ -264,6 +267,7 @@ def test_the_step_depends_neither_on_the_token_budget_nor_on_the_order_of_sample
             assert relative_error(mine, theirs) < 1e-4
 
 
+@pytest.mark.slow
 def test_new_critics_are_equal_so_no_token_is_masked_and_later_they_differ(tied_model: Path) -> None:
     tables = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-2}, "train": TRAIN}
     trainer = trainer_at(3, tied_model, **tables)
@@ -294,6 +298,7 @@ def test_a_batch_of_which_every_token_is_too_old_changes_nothing(tied_model: Pat
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "passes"), [("grpo", 2), ("decoupled_ppo", 4)])
 def test_each_update_of_a_batch_equals_a_naive_float64_loop(tied_model: Path, objective: str, passes: int) -> None:
     """Check a step that trains its batch `passes` times.

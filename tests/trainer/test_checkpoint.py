@@ -107,6 +107,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "steps", "offload"),
     [(True, 0, []), (False, 2, []), (True, 2, ["moments"])],
@@ -138,6 +139,7 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(
     assert same_weights(original, restored)
 
 
+@pytest.mark.slow
 def test_the_momentum_of_muon_is_saved_and_loaded(tied_model: Path, tmp_path: Path) -> None:
     muon = {"optimizer": "muon"}
     original, restored = trained(tied_model, 2, train=muon), trained(tied_model, 1, train=muon)
@@ -147,6 +149,7 @@ def test_the_momentum_of_muon_is_saved_and_loaded(tied_model: Path, tmp_path: Pa
     assert same_weights(original, restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", KEPT)
 def test_extras_are_loaded_bit_equal_and_continue_identically(tied_model: Path, tmp_path: Path, extra: str) -> None:
     original = trained(tied_model, 2, **KEPT[extra])
@@ -166,6 +169,7 @@ def test_extras_are_loaded_bit_equal_and_continue_identically(tied_model: Path, 
     assert any(not torch.equal(value, saved[name]) for name, value in theirs.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_the_optimizer_options_of_its_own_configuration(tied_model: Path, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, trained(tied_model, 1, **CRITICS), kept(HUB), keep=1)
     options = {"weight_decay": 0.5, "betas": [0.8, 0.9]}
@@ -191,6 +195,7 @@ def test_a_run_and_its_checkpoint_must_have_the_same_extras(tied_model: Path, tm
     assert all(torch.equal(value, extras[name]) for name, value in extras_of(more).items())
 
 
+@pytest.mark.slow
 def test_a_run_must_have_as_many_critics_as_its_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     two, three = (
         trained(tied_model, 1, **CRITICS | {"algorithm": {"objective": objective}})
@@ -203,6 +208,7 @@ def test_a_run_must_have_as_many_critics_as_its_checkpoint(tied_model: Path, tmp
     assert all(torch.equal(value, before[name]) for name, value in extras_of(three).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [{}, CRITICS], ids=["policy", "critics"])
 def test_saving_before_the_first_step_does_not_change_the_run(
     tied_model: Path, tmp_path: Path, tables: dict[str, Any]
@@ -322,6 +328,7 @@ class KilledError(BaseException):
     """Stands for the death of the process: no code may catch it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2])
 def test_while_a_version_is_written_again_one_of_its_checkpoints_is_always_complete(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int

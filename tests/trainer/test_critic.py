@@ -91,6 +91,7 @@ def with_tokenizer(model: Path, folder: Path, words: Sequence[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_critic_with_another_tokenizer_is_refused(tied_model: Path, tmp_path: Path) -> None:
     policy = with_tokenizer(tied_model, tmp_path / "policy", "abcd")
     other = tmp_path
@@ -283,6 +284,7 @@ def test_a_gradient_that_is_not_finite_can_be_skipped_and_is_counted(tied_model:
     assert critic_metrics([skipping]) == critic_metrics([clean])
 
 
+@pytest.mark.slow
 def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
     critic = Critic(critic_config(tied_model, clip=0.2, learning_rate=2e-3), trainer_mesh("cpu"))
     rng = np.random.default_rng(0)

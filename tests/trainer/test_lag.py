@@ -111,6 +111,7 @@ def test_the_update_has_the_rate_that_a_float64_loop_gives(untied_model: Path, o
     assert relative_error(moved(before, trainer), moved(before, held)) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_rate_is_the_same_for_any_packing_and_any_order(untied_model: Path) -> None:
     shard = drifted(untied_model)
     found = []
@@ -190,6 +191,7 @@ def test_versions_whose_updates_were_left_out_count_with_a_rate_of_zero(tied_mod
     assert trainer.lag.rates == {STEP: 0.0, STEP + 1: pytest.approx(1e-3 * metrics["lag_scale"])}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_recorded_rates_of_its_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     original = lagging(tied_model, budget=0.3, max_token_age=2)
     for step in (STEP, STEP + 1, STEP + 2):
@@ -208,6 +210,7 @@ def test_a_resumed_run_has_the_recorded_rates_of_its_checkpoint(tied_model: Path
     assert all(torch.equal(value, weights_of(restored)[name]) for name, value in weights_of(original).items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_rates_stands_for_scheduled_rates(tied_model: Path, tmp_path: Path) -> None:
     plain = trainer_at(STEP, tied_model, train=TRAIN)
     path = checkpoint.save(tmp_path, plain, kept(b""), keep=1)
@@ -218,6 +221,7 @@ def test_a_checkpoint_without_rates_stands_for_scheduled_rates(tied_model: Path,
     assert loaded.train_step(shard)["lag_scale"] == fresh.train_step(shard)["lag_scale"] < 1
 
 
+@pytest.mark.slow
 def test_disagreement_of_engine_and_trainer_does_not_lower_the_rate(untied_model: Path) -> None:
     """Disagreement is a constant part of the distance: a lower rate would only increase its share of the distance."""
     trainer = trainer_at(STEP, untied_model, algorithm={"lag": {}}, train=TRAIN | {"learning_rate": 1e-9})

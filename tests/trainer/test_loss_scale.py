@@ -23,6 +23,7 @@ def trainer(folder: Path, dtype: str, **train: Any) -> Trainer:
     return made
 
 
+@pytest.mark.slow
 def test_a_gradient_in_float16_equals_float32_up_to_rounding(tied_model: Path) -> None:
     found, expected = (trainer(tied_model, dtype) for dtype in ("float16", "float32"))
     metrics = [one.train_step(aged_shard()) for one in (found, expected)]

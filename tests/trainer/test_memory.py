@@ -83,6 +83,7 @@ def configured(folder: Path, **tables: Any) -> Config:
     return make_config(folder, model=model, train=train, **tables)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_run_count_like_the_last_one_that_was_run(plans: dict[str, RankMemory]) -> None:
     assert plans["of two"] == plans["of two, all layers"]
 
@@ -174,6 +175,7 @@ def test_with_fewer_experts_than_ranks_each_rank_has_a_part_of_every_expert(plan
     assert 1 / 32 <= many.weights / (4 * many.parameters) < 1 / 24
 
 
+@pytest.mark.slow
 def test_the_cache_of_an_engine_counts_layers_of_different_sizes(tmp_path: Path) -> None:
     sizes = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "global_head_dim": 16}
     tiny("gemma4_text", **sizes, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(tmp_path)

@@ -95,6 +95,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [*weights, *kept, *(trainer.average or {}).values()]
 
 
+@pytest.mark.slow
 def test_steps_equal_those_with_weights_on_the_device(model: Path, case: dict[str, Any]) -> None:
     plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
     for step in (STEP, STEP + 1):
@@ -104,6 +105,7 @@ def test_steps_equal_those_with_weights_on_the_device(model: Path, case: dict[st
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_weights_are_copied_to_the_device_only_while_their_layer_runs(model: Path) -> None:
     case = CASES["critic, reference and average"]
     plain, host = trainer_of(model, case), trainer_of(model, case, **HOST)
@@ -141,6 +143,7 @@ def test_a_gpu_reads_pinned_memory_and_gloo_reduces_norms_on_the_host() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [{}, HOST], ids=["with weights on the device", "on the host"])
 def test_a_run_resumes_from_a_checkpoint_of_weights_on_the_host(model: Path, resumed: dict[str, Any]) -> None:
     case = CASES["critic, reference and average"]

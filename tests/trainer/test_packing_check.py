@@ -192,6 +192,7 @@ def test_a_model_whose_log_probs_are_not_those_of_a_policy_is_refused(made_of: A
         check(model)
 
 
+@pytest.mark.slow
 def test_micro_batches_have_one_sequence_if_one_of_the_models_needs_that(tmp_path: Path) -> None:
     folder = tmp_path / "lfm2"
     tiny("lfm2", layer_types=["conv", "full_attention"], intermediate_size=48).save_pretrained(folder)

@@ -190,6 +190,7 @@ def events_of(file: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_profile_of_a_step_names_its_operators(
     tmp_path: Path, tied_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_loglinear_proximal_lies_between_behaviour_and_now_by_the_age_of_eac
     assert relative_error(gradient_of(trainer), naive_gradient(tied_model, shard, proximal)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_ewma_proximal_is_the_average_of_all_versions_so_far(tied_model: Path, tmp_path: Path) -> None:
     decay = 0.6
     trainer = trainer_at(0, tied_model, algorithm=decoupled("ewma", ewma_decay=decay), train=TRAIN)
@@ -140,6 +141,7 @@ def at_step(shard: Shard, step: int) -> Shard:
     )
 
 
+@pytest.mark.slow
 def test_the_recomputed_proximal_policy_is_that_at_the_start_of_the_step(tied_model: Path) -> None:
     shard = aged_shard()
     frozen = TRAIN | {"minibatches": 2, "learning_rate": 1e-30, "betas": [0.0, 0.95]}
@@ -153,6 +155,7 @@ def test_the_recomputed_proximal_policy_is_that_at_the_start_of_the_step(tied_mo
     assert second["ratio_max"] > 1.001
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_initial_policy_unless_another_is_named(tied_model: Path, untied_model: Path) -> None:
     kl: dict[str, Any] = {"coefficient": 0.1}
     trainer = trainer_at(3, tied_model, algorithm={"objective": "grpo", "kl": kl}, train=TRAIN)
@@ -164,6 +167,7 @@ def test_the_reference_is_the_initial_policy_unless_another_is_named(tied_model:
     assert other.train_step(aged_shard())["kl_reference"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_refreshed_reference_is_the_policy_at_the_time_of_the_refresh(tied_model: Path, untied_model: Path) -> None:
     refreshed = {"objective": "grpo", "kl": {"coefficient": 0.1, "refresh": 2}}
     trainer = trainer_at(3, tied_model, algorithm=refreshed, train={"async_ratio": 2.0})

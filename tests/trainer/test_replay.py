@@ -197,6 +197,7 @@ def two_turns(engine: HfEngine, number: int, *, told: bool = True) -> Trajectory
     return transcript.trajectory(Task(number, number // 4, number % 4, seed=number), Outcome.OK, 0)
 
 
+@pytest.mark.slow
 def test_replay_reduces_the_mismatch_of_engine_and_trainer(tmp_path: Path) -> None:
     plain = tiny("qwen3_moe", num_experts=32, num_local_experts=32, num_experts_per_tok=4)
     plain.save_pretrained(tmp_path / "moe")

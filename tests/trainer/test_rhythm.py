@@ -243,6 +243,7 @@ def trainer_with(model: Path, rhythm: dict[str, Any], **tables: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [25, 40, 10_000])
 def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(untied_model: Path, tokens: int) -> None:
     whole, cut = (
@@ -303,6 +304,7 @@ def test_the_advantages_of_both_signs_are_multiplied(untied_model: Path, objecti
     assert {*signs[quotient > 1.2].tolist()} == {-1.0, 1.0}
 
 
+@pytest.mark.slow
 def test_every_update_of_a_batch_uses_the_attention_at_the_start_of_the_step(untied_model: Path) -> None:
     found = []
     for passes in (1, 3):
@@ -321,6 +323,7 @@ def advantages(trainer: Trainer, config: Config) -> Any:
     return np.concatenate([one.advantage_T.double().numpy() for one in inputs])
 
 
+@pytest.mark.slow
 def test_the_targets_of_the_critic_are_not_multiplied(untied_model: Path) -> None:
     algorithm = {"objective": "ppo"}
     ours = trainer_with(untied_model, TABLE, algorithm=algorithm, critic={})

@@ -143,6 +143,7 @@ def test_branches_are_sequences_with_the_advantage_of_their_sample(untied_model:
     assert relative_error(gradient_of(trainer), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "budget"), [(0, 30), (1, 64), (2, 400)])
 def test_trees_have_the_loss_and_gradient_of_their_sequences(untied_model: Path, seed: int, budget: int) -> None:
     """Sequences with common beginnings form trees, of which the beginnings are computed once per micro-batch."""
@@ -189,6 +190,7 @@ def test_on_policy_the_gradient_is_reinforce_with_the_advantage(untied_model: Pa
     assert metrics["mismatch_max"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "ways"),
     [
@@ -424,6 +426,7 @@ def test_a_rejected_sample_whose_ratio_overflows_spoils_no_gradient(tied_model: 
     assert math.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_age_contract_a_token_older_than_the_limit_stops_the_run(tied_model: Path) -> None:
     """The limit is `train.max_token_age` (`bound`) or, without it, 4 · ⌈`train.async_ratio`⌉ (`alpha`)."""
     for alpha, bound, age, allowed in (

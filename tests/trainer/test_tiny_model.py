@@ -275,6 +275,7 @@ def test_the_warm_start_ends_as_soon_as_the_model_is_good_enough(tmp_path):
     assert step == steps < 500
 
 
+@pytest.mark.slow
 def test_the_warm_start_on_random_examples_ends_when_the_loss_stops_falling(tmp_path):
     config = msgspec.structs.replace(SMALL, warm_start_steps=5000)
     told = make(tmp_path / "tiny", config, f"{__name__}:Dice", {})

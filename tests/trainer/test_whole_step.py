@@ -200,6 +200,7 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     assert relative_error(plain_gradient, expected) > 1e-2, "what is asked for makes a difference"
 
 
+@pytest.mark.slow
 def test_a_served_teacher_gives_the_gradient_of_the_same_teacher_in_the_trainer(
     tied_model: Path, untied_model: Path
 ) -> None:
@@ -266,6 +267,7 @@ def test_truncated_samples_leave_the_loss_but_not_the_baseline(tied_model: Path,
     assert metrics["masked_correction_share"] == pytest.approx(dropped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tables", "how"),
     [

@@ -149,6 +149,7 @@ async def test_replies_may_overtake_each_other(client: Client, service: Service)
     assert order == list(reversed(range(10)))
 
 
+@pytest.mark.slow
 async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Client):
     replies: dict[int, int] = {}
 

@@ -108,6 +108,7 @@ def test_versions_arrive_whole_and_the_same_workers_form_one_group(trainers: Cal
         worker.leave()
 
 
+@pytest.mark.slow
 def test_engines_join_and_leave_20_times_and_every_version_arrives_whole(
     trainers: Callable[[float], Trainer],
 ) -> None:
@@ -149,6 +150,7 @@ for line in sys.stdin:
 """A worker that takes version 1, and is killed in the middle of version 2."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_worker_killed_during_a_broadcast_does_not_keep_others_from_the_version(
     trainers: Callable[[float], Trainer], caplog: pytest.LogCaptureFixture

@@ -336,6 +336,7 @@ def test_the_capacity_is_bounded_by_staleness_and_by_concurrency(
     assert capacity(rules, version, 4, accepted, running) == expected
 
 
+@pytest.mark.slow
 def test_the_admission_of_areal_does_not_bound_the_age_of_stragglers() -> None:
     tokens = [*[10] * 49, 800]
     simulate = {"response_tokens": tokens, "train_step_s": 10.0, "gpus": 5, "rollout_gpus": 4}

@@ -51,6 +51,7 @@ def test_the_mean_age_of_a_steady_state_follows_its_closed_form(places: int, que
     assert age == pytest.approx(exact, abs=1 / 40 if rho < 1 else 1e-9)
 
 
+@pytest.mark.slow
 def test_our_own_runs_beside_those_of_others_train_no_token_that_others_would_drop() -> None:
     assert max(ours(workload("length_bias", run={"steps": 6})).ages) == 2
 
@@ -81,6 +82,7 @@ def test_a_group_that_is_too_old_is_discarded() -> None:
     assert patient.oldest_age > 1
 
 
+@pytest.mark.slow
 def test_packing_long_answers_together_lets_the_other_engines_begin_again() -> None:
     config = make_config(12, 128, gpus=9, rollout_gpus=8, response_tokens=[*[10] * 15, 400])
     packed, waiting = Laminar.simulate(config, LaminarRules()), Laminar.simulate(config, LaminarRules(repack=False))

@@ -92,6 +92,7 @@ def crowded_core():
         each.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_right_program_passes_beside_neighbours_that_keep_it_from_the_cpu(crowded_core):
     """The program's 0.5 s of CPU take some 4 s on the clock. It may use 1 s, without its waits for a CPU."""

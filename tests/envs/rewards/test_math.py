@@ -36,6 +36,7 @@ def read_forms():
             yield completion.replace("⏎", "\n"), answer, float(right)
 
 
+@pytest.mark.slow
 def test_every_form_of_the_table_is_worth_what_it_says(math_rewards):
     forms = [*read_forms()]
     assert len(forms) > 350
@@ -68,6 +69,7 @@ def test_an_expression_too_large_to_be_evaluated_is_wrong_at_once(math_rewards, 
     assert time.process_time() - start < 1.5 * math_rewards.MOST_CPU_S
 
 
+@pytest.mark.slow
 def test_a_comparison_may_not_use_more_than_its_processor_time(math_rewards):
     start = time.process_time()
     assert math_rewards.math_equal(r"\boxed{\int \frac{1}{x^{13}+x^7+1} dx}", "5") == 0.0
@@ -123,6 +125,7 @@ def test_boxes_with_separators_between_them_are_a_list_of_different_contents():
     assert final_answer(r"\boxed{ . } is 3") is None
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_an_honest_answer_does_not_wait_behind_endless_ones(math_rewards):
     path = "envs.rewards.math:math_equal"

@@ -97,11 +97,13 @@ async def test_a_hanging_verifier_ends_at_its_deadline_and_the_next_one_works():
     assert await verify(f"{HERE}:length", "a", "", timeout=60) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_an_answer_that_is_computed_without_end_is_wrong_where_the_reference_passes():
     assert await verify(f"{HERE}:computes", "10^{10^{10}}", "5", timeout=3) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_reward_that_computes_without_end_is_proven_by_the_solution_of_its_row():
     row, path = {"answer": "5"}, f"{HERE}:computes_on_a_row"

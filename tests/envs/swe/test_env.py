@@ -106,6 +106,7 @@ async def test_a_solution_that_breaks_something_else_is_not_rewarded_and_shows_a
     assert metrics_of(info)["kept"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_the_last_answer_is_judged_as_it_stands() -> None:
     class Episode:

@@ -149,6 +149,7 @@ def streams(owners: str):
     )
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 4), priority=st.integers(-3, 0), ahead=st.integers(0, 5), stream=streams("x"))
 @settings(max_examples=40, deadline=None)
 def test_no_starvation_whatever_the_owner_asks_for_later(size, priority, ahead, stream):
@@ -156,6 +157,7 @@ def test_no_starvation_whatever_the_owner_asks_for_later(size, priority, ahead, 
     assert overtaken_unfairly(size, priority, ahead, stream) <= ahead + 2 * PATIENCE + 1
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 4), priority=st.integers(-3, 0), ahead=st.integers(0, 5), stream=streams("xyz"))
 @settings(max_examples=40, deadline=None)
 def test_no_starvation_whatever_the_others_ask_for(size, priority, ahead, stream):
