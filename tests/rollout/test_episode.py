@@ -35,7 +35,7 @@ from flash.rollout.episode.phases import LockStep, Phases
 from flash.rollout.episode.tokenizer import ResponseReader, Tokenizer
 from flash.rollout.episode.transcript import LARGE_LETTERS
 from flash.sampling import Kept, Sampling
-from flash.simulate.clock import run_virtual
+from flash.simulate.clock import VirtualLoop, run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Piece, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
@@ -806,18 +806,40 @@ class Blocked(CharTokenizer):
     slow = True
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
+        """Set when a thread has begun to render a large observation."""
         self.released = threading.Event()
 
     def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens; wait for `released` if the observation is large."""
         if len(observation) >= LARGE_LETTERS:
-            self.released.wait()
+            self._wait()
         return super().render(observation, tools)
 
     def follow(self, observation: Any, end: int | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens after `released` is set."""
-        self.released.wait()
+        self._wait()
         return super().follow(observation, end, tools)
+
+    def _wait(self) -> None:
+        self.begun.set()
+        self.released.wait()
+
+    def make_loop(self) -> VirtualLoop:
+        """Return a virtual clock that stands still until a thread of its loop has begun to render.
+
+        Otherwise the deadline could pass before the thread has begun. The thread then ends at once and reports that,
+        which the clock refuses.
+        """
+        begun = self.begun
+
+        class Waiting(VirtualLoop):
+            def jump(self, seconds: float | None) -> None:
+                if any(getattr(thread, "loop", None) is self for thread in threading.enumerate()):
+                    begun.wait()
+                super().jump(seconds)
+
+        return Waiting()
 
 
 class CountsPrompts(Env):
@@ -885,7 +907,9 @@ def test_law_1_a_deadline_that_passes_while_an_observation_is_rendered_names_the
     room = {"max_length": 10 * LARGE_LETTERS, "episode_s": 5.5}
     settings = msgspec.structs.replace(SETTINGS, **room)
     player = EpisodePlayer(lambda kind: env, tokenizer, Script(say("a")), settings, Phases(), now=now)
-    failure = run_virtual(lambda: player.play(LEASE, EpisodeProgress()))
+    failure = anyio.run(
+        lambda: player.play(LEASE, EpisodeProgress()), backend_options={"loop_factory": tokenizer.make_loop}
+    )
     # The thread ends now that the virtual clock, which refuses the reports of threads, is gone.
     tokenizer.released.set()
     assert isinstance(failure, Failure)
