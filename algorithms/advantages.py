@@ -3,10 +3,11 @@
 An *estimator* is one way to compute an *advantage*, the number that says how much better a sample is than expected.
 `flash.trainer.plan` calls the estimator that is configured once per batch, with the rewards of all its samples. A
 *group* is the samples of one prompt, its *members*. Each sample comes with the id of its group, so groups may have
-different sizes, and their samples any order. A group with one member, or with equal rewards, contains no comparison:
-its advantages are exactly 0. The estimators raise ValueError if a reward is not finite or lengths differ.
+different sizes, and their samples any order. The estimators raise ValueError if a reward is not finite or lengths
+differ.
 
-`flash.samples` uses `are_equal` to find groups that would teach nothing.
+A group with one member, or with equal rewards, contains no comparison: `group_advantages`, `group_mean_advantages` and
+`leave_one_out_advantages` give it advantages of exactly 0. `flash.samples` uses `are_equal` to find such groups.
 
 A *turn* is one response of the policy with the environment's step after it.
 
@@ -163,10 +164,12 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
 
 
 def are_equal(rewards: Collection[float]) -> bool:
-    """Return True if the rewards of a group are equal up to rounding, so that its advantages are 0.
+    """Return True if the rewards of a group are equal up to rounding. `rewards` must not be empty.
 
-    `rewards` must not be empty. `flash.samples` counts such groups, and leaves them out of training if
-    `rollout.drop_equal_rewards` is set.
+    The estimators `group`, `group_mean` and `leave_one_out` then give the group advantages of 0. `flash.samples` counts
+    such groups, and leaves them out of training if `rollout.drop_equal_rewards` is set, whatever the estimator. As in
+    DAPO (arXiv 2503.14476), the raw rewards decide: with `algorithm.shaping`, which changes rewards by length before
+    they are compared, advantages of such a group may differ from 0.
     """
     least, most = min(rewards), max(rewards)
     return most - least <= EQUAL * max(abs(least), abs(most))

@@ -149,7 +149,7 @@ class RolloutConfig(Section, frozen=True):
     """Number of redundant samples per group. The first `group_size` samples to finish are used, and the others are
     cancelled. 0: none. This saves time with few very slow samples, but favours short answers."""
     drop_equal_rewards: bool = False
-    """Replace groups in which all samples have the same reward, since they give no advantage."""
+    """Replace groups in which all samples have the same reward, since most estimators give them no advantage."""
     accuracy_bounds: tuple[float, float] | None = None
     """Replace groups with a mean reward outside of [low, high]. None: keep all."""
     barriers: list[Literal["batch", "group", "turn"]] = field(default_factory=list)
