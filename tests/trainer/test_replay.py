@@ -293,7 +293,12 @@ def test_unknown_ways_to_choose_experts_and_unknown_experts_are_refused() -> Non
     told = sharded(tiny("qwen3_moe"))
     replay_routing(told)
     batch = packed_batch(tree())
-    for layers, expert in ((1, 0), (2, 4)):
-        routes = Routes.of(np.full((len(batch["sequences"].input_P), layers, 2), expert))
-        with pytest.raises(ContractError, match="the policy has 2 layers of 4"):
+    for layers, expert, each, message in (
+        (1, 0, 2, "experts up to 0 in 1 layers; the policy has 2 layers of 4"),
+        (2, 4, 2, "experts up to 4 in 2 layers; the policy has 2 layers of 4"),
+        (2, 0, 1, "1 experts for each token; the policy takes 2"),
+        (2, 0, 3, "3 experts for each token; the policy takes 2"),
+    ):
+        routes = Routes.of(np.full((len(batch["sequences"].input_P), layers, each), expert))
+        with pytest.raises(ContractError, match=message):
             token_logprobs(told, **batch | {"sequences": batch["sequences"]._replace(routes=routes)})

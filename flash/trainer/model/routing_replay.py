@@ -50,7 +50,7 @@ class RoutingReplay:
         self._routes_ULK: Tensor | None = None
         self.verifies = False
         """True to intercept `torch.topk` also in a pass without routes. The check at the start sets it, to learn
-        whether each router makes exactly one such call."""
+        whether each router makes exactly one such call. `replay_routing` sets it back to False."""
         for router in self._routers:
             begin, end = self._hooks(router)
             router.module.register_forward_pre_hook(begin)
@@ -59,13 +59,19 @@ class RoutingReplay:
     def set_routes(self, routes_ULK: Tensor | None) -> None:
         """Choose these experts in the next forward pass and its backward pass; None: the routers' own choice.
 
-        A route of −1 also leaves the choice to the router. It stands for a token whose engine reported no experts.
+        `token_logprobs` calls this before each forward pass. A route of −1 also leaves the choice to the router. It
+        stands for a token whose engine reported no experts. The forward pass raises ContractError if the routes have
+        another number of experts for each token than the routers choose.
 
         Raises:
-            ContractError: the routes are of a model with other layers or experts.
+            ContractError: the routes have fewer layers than the policy, or an expert that the policy does not have.
+                The error is raised on this rank alone.
         """
         if routes_ULK is not None:
+            # The last router is in the last layer with experts. Engines also report layers without experts, which may
+            # come after it, so routes with more layers are right.
             layers, most = self._routers[-1].layer + 1, int(routes_ULK.max()) if len(routes_ULK) else -1
+            # An index must exist in each layer, so the layer with the fewest experts sets the bound.
             experts = min(router.experts for router in self._routers)
             if routes_ULK.shape[1] < layers or most >= experts:
                 raise ContractError(
@@ -120,7 +126,13 @@ class _GivenTopK(TorchFunctionMode):
         """Number of choices among all experts so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function of torch, and return its result or, for the choice of experts, the given experts."""
+        """Call the function of torch, and return its result or, for the choice of experts, the given experts.
+
+        The given experts are returned with their scores, in the form of `torch.topk`, so that gradients flow.
+
+        Raises:
+            ContractError: the given routes have another number of experts for each token than the router chooses.
+        """
         found = func(*args, **(kwargs or {}))
         # Only the choice among all experts is replaced: [U, experts].
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:
@@ -128,5 +140,9 @@ class _GivenTopK(TorchFunctionMode):
         self.calls += 1
         if self._routes_UK is None:
             return found
+        # Without this check, `where` below would use a single given expert for each of the router's choices.
+        given, taken = self._routes_UK.shape[1], found.indices.shape[1]
+        if given != taken:
+            raise ContractError(f"engines reported {given} experts for each token; the policy takes {taken}")
         chosen_UK = self._routes_UK.where(self._routes_UK >= 0, found.indices)
         return torch.return_types.topk((args[0].gather(-1, chosen_UK), chosen_UK))
