@@ -128,7 +128,8 @@ class RunProgress:
     def fail(self, error: FlashError) -> None:
         """End the run with this error, unless an earlier error has ended it.
 
-        Wakes all waiting tasks; `until` raises the error in them.
+        Wakes all waiting tasks. In a task that waits in `until`, the error is raised if its condition is still false. A
+        task that waits in `wait` goes on without an error and has to look at `error` itself.
         """
         self.error = self.error or error
         self.send(*list(self._events))
@@ -145,14 +146,15 @@ class RunProgress:
 
     @property
     def ending(self) -> bool:
-        """True if the run needs no more nodes, so that a guest (a process that wants to become a node) is refused.
+        """True if the run needs no more nodes. A guest (a process that wants to become a node) then gets no number.
 
         A run that has trained all steps may still need nodes, for its last evaluation.
         """
         return self.done or self.stopping == "interrupted"
 
     def refuse_if_failed(self) -> None:
-        """Raise PeerLostError if the run has failed. A peer that connects now then waits for the next hub."""
+        """Raise PeerLostError if the run has failed. A peer that connects now gets this error and waits for the next
+        hub."""
         if self.error is not None:
             raise PeerLostError("this hub is about to end")
 
@@ -166,7 +168,7 @@ class RunProgress:
         self.send("run", "batches", "engines")
 
     def end(self) -> None:
-        """End the run without an error. Wakes all waiting requests, whose replies let their peers leave."""
+        """End the run without an error. Wakes all waiting tasks; the replies of the requests let their peers leave."""
         self.done = True
         self.send(*list(self._events))
 

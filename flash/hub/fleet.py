@@ -96,6 +96,14 @@ class NodeRegistry:
     def describe_run(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
         """Return the facts that a guest needs to join, such as the configuration with which it starts engines.
 
+        The hub calls this for each `RunRequest`. A launcher without a hub sends one every second.
+
+        Args:
+            request: the request, with the version of the messages that the guest speaks.
+            version: the version of the weights that the run has reached. Engines of the guest that already run, from an
+                earlier hub, cannot serve this hub if they have a newer version.
+            ending: True if the run needs no more nodes. The guest then ends without joining.
+
         Raises:
             ConfigError: the guest runs a version of Flash with other messages.
         """

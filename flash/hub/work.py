@@ -212,7 +212,8 @@ class NodeWork:
         self.slice_full = False
         """True if the last slice of `grant_leases` ended because it was full, so that tasks may be left for another."""
         self.claims = LeaseClaims(self._samples.leases, HUB_NODE)
-        # The hub's own node has ended together with the previous hub.
+        # The hub's own node has ended together with the previous hub. An error ends the start of this hub, which no
+        # request waits for yet, so it is raised and not passed to the run (`buffer_errors_end_run`).
         if self.claims.void:
             self._buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(self._config)

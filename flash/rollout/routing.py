@@ -295,14 +295,14 @@ class Router:
     def movable(self, engine: int, records: Iterable[RequestRecord], count: int) -> list[RequestRecord]:
         """Return the first `count` of `records` that may move to `engine` to balance the load.
 
-        `records` are requests that a fuller engine runs. Suspects stay where they are, and so do requests that `engine`
-        has failed before.
+        `records` are requests that a fuller engine runs. These stay where they are: suspects, requests that `engine`
+        has failed before, and requests with a seed of which the fuller engine has given a token.
         """
 
         def may_move(record: RequestRecord) -> bool:
             """Return True if a request may continue on `engine`."""
             # A request with a seed must get the same response in every run. Another engine would draw the rest of the
-            # response differently, so such a request moves only before its first token.
+            # response differently, so such a request moves only before its first token on the engine that holds it.
             repeatable = record.request.seed is None or not record.proven
             return repeatable and not record.suspected and engine not in record.barred
 

@@ -100,8 +100,9 @@ class Evaluations:
         first_version: the version with which this hub begins.
         steps: the last version of the run.
         kind_of: returns the kind (the name of the environment, in a run that mixes several) of the problem with a seed.
-        samplings: sampling settings of the run, by kind; the entry under the empty name is for all other kinds. The
-            temperature is replaced by the temperature of `config`.
+            In a run with one environment it returns an empty name.
+        samplings: sampling settings of the run, by kind; the entry under the empty name is for all other kinds, and is
+            the only entry in a run with one environment. The temperature is replaced by the temperature of `config`.
         lease_ids: numbers of new leases, which training and evaluation share.
         evaluated: versions that have results from previous hubs.
     """
@@ -131,12 +132,14 @@ class Evaluations:
         self._round: EvalRound | None = None
         """Running round; None while there is none."""
         self._leases = LeaseTable(lease_ids, retries, by_attempt)
-        """Queued and leased tasks of the running round."""
+        """Queued and leased tasks of the running round. With the sort key `by_attempt` they are leased in the order of
+        issue, but tasks that have failed come last."""
 
     def published(self, version: int) -> None:
         """If an evaluation of a published version is due, begin it now, or after the running round.
 
-        The version with which this hub begins is also evaluated if a previous hub did not finish a round that was due.
+        The version with which this hub begins is evaluated if no hub has finished the last round that was due up to
+        now. So a restart repeats no finished round, and makes up for an unfinished one. Raises the errors of `kind_of`.
         """
         due = self._is_scheduled(version)
         if version == self._first_version:
@@ -157,7 +160,10 @@ class Evaluations:
         return version in (0, self._steps) or (every > 0 and version % every == 0)
 
     def _begin(self) -> None:
-        """Start the next round that is due, and queue its tasks. Does nothing if a round runs or no round is due."""
+        """Start the next round that is due, and queue its tasks. Does nothing if a round runs or no round is due.
+
+        Raises the errors of `kind_of`, which may call a user's code.
+        """
         if self._round is None and self._due:
             config = self._config
             self._round = EvalRound(self._due.pop(0), config.samples)
@@ -192,8 +198,8 @@ class Evaluations:
 
         Args:
             versions: versions that the node's engines run. One of them must be the round's version or newer.
-            node: number of the node. A task that has failed on this node is leased to it only if the task has failed on
-                all `nodes`.
+            node: number of the node, from 0. A task that has failed on this node is leased to it only if the task has
+                failed on all `nodes`.
             nodes: all nodes that could take the task. If empty, earlier failures do not matter.
         """
         if self._round is None or max(versions, default=-1) < self._round.version:
@@ -212,7 +218,7 @@ class Evaluations:
 
         A failed task is tried again, or its sample is missing. After the last result the next round that is due begins.
         A result is dropped if its lease is not known, because the node was lost or the hub has restarted. In both cases
-        the task runs again.
+        the task runs again. Returns None also if this was not the last result. Raises the errors of `kind_of`.
         """
         running, member = self._round, self._leases.out.pop(lease_id, None)
         if running is None or member is None:
@@ -228,5 +234,6 @@ class Evaluations:
         return running.row()
 
     def revoke(self, lease_id: int) -> None:
-        """Queue the task of a lease again, because its node is lost."""
+        """Queue the task of a lease again, because its node is lost. This does not count as an attempt. An unknown
+        lease is ignored."""
         self._leases.revoke(lease_id)

@@ -246,11 +246,12 @@ class GroupPool:
     def recount(self, group: Group) -> None:
         """Count a group again after a change of its members.
 
-        Updates `counts` and `eligible`, and drops the copy that `copy_ahead` has made of the group.
+        Updates `counts`, `eligible` and `_in_parts`, and drops the copy that `copy_ahead` has made of the group.
         """
         group_id = group.group_id
         self._copies.pop(group_id, None)
         oldest = self.counts.count(group).oldest
+        # A ready or expiring group has a finished member, so its `oldest` is a number: the check is for the type only.
         if oldest is not None and (group_id in self._ready or group_id in self._expiring):
             self.eligible.put(group_id, oldest, group.kind)
         else:

@@ -394,7 +394,7 @@ class SampleStore:
         If the lease was withdrawn before, nothing is queued, and `leases.revoke` forgets the reason of the withdrawal.
         """
         if (member := self.leases.revoke(lease_id)) is not None:
-            # The task itself has not failed, so this does not count against its retries.
+            # The ledger counts the lost attempt. The number of the task's attempts stays, because it has not failed.
             self.ledger.retry(Outcome.CANCELLED)
             self.pool.recount(self.pool[member.task.group_id])
             # Makes the hub offer tasks to waiting nodes (`Admission.openings`).
@@ -509,16 +509,18 @@ class SampleStore:
             self._decide_all_by_age()
 
     def put_back(self) -> None:
-        """Put the groups of the running step back among the ready groups. The step ends without being trained.
+        """Put the groups of the running step back among the ready groups, in slices. The step ends untrained.
 
-        This happens only before the batch of the step is whole. So each of its groups is complete and was taken whole.
+        `TrainingSteps` calls this after an interrupt of the run, if more rounds of the step would have to follow: the
+        run ends without waiting for them. A resumed run trains the groups. The batch is not whole, so each of its
+        groups is complete and was taken whole. Groups stay in `batches.training` until their slice.
         """
         assert self.batches.open, "a whole batch is trained"
         self.batches.step, self.batches.open = None, False
         self.backlog.add(self._put_back, self.batches.training)
 
     def _put_back(self, group_id: int) -> None:
-        """Make a group of the running step ready again. The backlog calls this after `put_back`."""
+        """Make a group of the given-up step ready again. The backlog calls this after `put_back`."""
         group = self.batches.remove_from_step(group_id)
         self.domains.put_back(group.kind)
         self.pool.put_waiting(group)
@@ -527,7 +529,8 @@ class SampleStore:
     def commit(self, step: int) -> None:
         """Count the groups of the running step as trained in the ledger, in slices. The step is over.
 
-        Raises ContractError if the ledger does not account for each task and token (`check`).
+        Groups stay in `batches.training` until their slice. Raises ContractError if the ledger does not account for
+        each task and token (`check`).
         """
         self.batches.step = None
         min_version = self.contract.min_token_version(step)

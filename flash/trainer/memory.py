@@ -227,24 +227,31 @@ def _pinned_size(size: int) -> int:
 
 
 def _other_bytes(config: Config, mesh: TrainerMesh) -> tuple[int, int]:
-    """Return the bytes of all tensors that a rank keeps beside the policy: on the device and on the host.
+    """Return the bytes of all tensors that a rank keeps beside the policy, as two numbers.
 
     The tensors are a moving average of the policy's weights, the reference of a KL, the teacher, and the critics with
-    their gradients and moments.
+    their gradients and moments. A teacher on a server (`algorithm.teacher.url`) takes no memory here.
+
+    Returns:
+        The bytes on the device on which a rank keeps its weights, and the bytes of moments that `train.offload` keeps
+        on the host. With `mesh.offloads` the first device is the host, too, and the caller adds both numbers.
     """
     method = resolve_method(config, make_objective(config.algorithm))
     device, host = 0, 0
     if method.proximal == "ewma":
+        # The average is a plain copy of the weights (`start_average`), which is never pinned.
         device += _parameter_bytes(_sharded_policy(config, mesh), trained=True)
     kl, teacher = config.algorithm.kl, config.algorithm.teacher
     frozen = [kl.reference or config.model.path] if kl is not None else []
     if config.lora is not None and frozen == [config.model.path]:
         frozen = []  # the reference is the policy without its adapters
     frozen += [teacher.path] if teacher is not None and teacher.path is not None else []
+    # If weights are on the host, FSDP pins the shards of each model that it holds, and pinned shards take more bytes.
     device += sum(_parameter_bytes(_sharded_model(config.model, path, mesh), pinned=mesh.offloads) for path in frozen)
     if method.critics:
         assert config.critic is not None
         critic = _sharded_model(config.model, config.critic.path or config.model.path, mesh)
+        # Critics always have AdamW, also if `train.optimizer` is another optimizer (`flash.trainer.critic`).
         moments = _new_moment_bytes(critic, msgspec.structs.replace(config.train, optimizer="adamw"))
         # The factor 2 counts weights and gradients.
         device += method.critics * (2 * _parameter_bytes(critic, pinned=mesh.offloads) + moments[0])

@@ -310,8 +310,8 @@ class Trainer:
     def _train_part(self, step: _RunningStep, minibatch: _RunningMinibatch, part: _Part, version: int) -> None:
         """Add the gradient of the part of a minibatch that is in one round. A collective.
 
-        The loss of each micro-batch also goes into `minibatch.kept` and the statistics of `step`. `version` is the
-        version that the step trains.
+        The counts of each micro-batch go into `minibatch.kept`, and its loss into the statistics of `step`. `version`
+        is the version that the step trains. Raises the errors of `_limit` and `_backward`.
         """
         # Compute the limit before the backward passes, each of which needs the limit of the whole minibatch. A method
         # with limits is not streamed, so the part is then the whole minibatch.
@@ -332,11 +332,15 @@ class Trainer:
         ]
 
     def _end_minibatch(self, step: _RunningStep, minibatch: _RunningMinibatch) -> None:
-        """Update the critics and the policy, once all parts of a minibatch are trained. A collective."""
+        """Update the critics and the policy, once all parts of a minibatch are trained. A collective.
+
+        While the critics warm up, only they are updated. Raises the errors of `_train_critics` and `_update`.
+        """
         # The share is known only after the backward passes, which decide which tokens are rejected. The update needs
         # it, because it divides by the share.
         share = self._kept_share(minibatch)
         step.statistics.end_minibatch(share)
+        # Steps with critics are not streamed (`_why_whole`). So the minibatch has one part, and each critic one update.
         for part in minibatch.parts if self.critics else ():
             self._train_critics(part.plan, part.inputs, part.critic_B)
         if not self._warming_up:
@@ -440,14 +444,15 @@ class Trainer:
     def _finish_version(self) -> None:
         """Count up the version, and bring the models that follow the policy up to date.
 
-        The average of the weights is updated. Every `kl.refresh` steps the policy is copied to the reference of the KL;
-        without this key the reference never changes.
+        The average of the weights is updated, if there is one. Every `kl.refresh` steps the policy is copied to the
+        reference of the KL; without this key, or without a KL, nothing is copied.
         """
         if self._warming_up:
             # Free the gathered weights of the forward pass. In other steps the backward pass has freed them.
             reshard(self.model)
         self.version += 1
         if self.average is not None:
+            # The share of the newest weights depends on how many versions the average has: the version says it.
             update_average(self.average, self.model, self._objective.proximal_decay, self.version)
         kl = self._config.algorithm.kl
         if self.reference is not None and kl is not None and kl.refresh and self.version % kl.refresh == 0:
@@ -470,7 +475,7 @@ class Trainer:
             updated: True if the policy has been updated since the start of the step.
 
         Raises:
-            ConfigError: on every rank, if the objective raised an error.
+            ConfigError, ContractError: the objective raised an error, or `policy_logprobs` did.
         """
         if not self._objective.limits or minibatch.total_tokens == 0:
             return math.inf
@@ -527,7 +532,8 @@ class Trainer:
     ) -> Tensor:
         """Compute one micro-batch's loss, and add its gradient and its statistics. A collective.
 
-        While the critics warm up, there is a forward pass only, for the statistics.
+        While the critics warm up, there is a forward pass only, for the statistics. Raises the errors of
+        `policy_logprobs` and `token_loss`, on this rank alone.
 
         Args:
             micro: the micro-batch.
@@ -636,7 +642,7 @@ class Trainer:
         """Make one update of each critic, on the responses that this critic learns from. A collective with critics.
 
         Does nothing without critics. `critic_B` has, for each sample of the batch, the number of the critic that learns
-        from it.
+        from it. Raises the errors of `Critic.update`.
         """
         for number, (critic, total_tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
             batches = [

@@ -1,11 +1,12 @@
 """Backends nccl and gloo: a version is broadcast to all engine workers that request it, in a process group of torch.
 
 A *version* is the weights after a training step; a *worker* is a process of an engine that holds the model, or a part
-of it. The trainer's rank 0 is rank 0 of each group and sends from immutable copies in host memory. A worker makes a TCP
-connection for each version, and both sides prove that they know the run's token. The messages below travel over this
-connection, and the version's bytes by broadcast, in pieces. A *round* is one broadcast of a version to some workers;
-`flash.weights.rounds` chooses them. An *epoch* is the number of a process group. With nccl the pieces are on GPUs (nccl
-has not been run on GPUs yet), with gloo in host memory.
+of it. A *swap* is the load of a version by an engine; its time limit is `deadlines.swap`. The trainer's rank 0 is rank
+0 of each group and sends from immutable copies in host memory. A worker makes a TCP connection for each version, and
+both sides prove that they know the run's token. The messages below travel over this connection, and the version's bytes
+by broadcast, in pieces. A *round* is one broadcast of a version to some workers; `flash.weights.rounds` chooses them.
+An *epoch* is the number of a process group. With nccl the pieces are on GPUs (nccl has not been run on GPUs yet), with
+gloo in host memory.
 
     worker → trainer   BroadcastRequest: asks for a version, and has the number of pieces that the worker holds;
                        the worker sends it again after a failed round
@@ -134,13 +135,17 @@ class BroadcastServer(WeightServer):
         backend: torch's name of the backend.
         host: an address of this machine that workers reach.
         prove_s: seconds for a worker to prove the token.
-        timeout_s: seconds for which a worker that has proven the token may be silent. A broadcast may take
-            1 / `SWAP_SHARE` of this time.
+        timeout_s: seconds for which a worker that has proven the token may be silent: the time limit of a swap. A
+            broadcast may take 1 / `SWAP_SHARE` of this time.
         gather_s: seconds for which a round waits for expected workers.
         piece_bytes: bytes of one broadcast.
+
+    Raises:
+        OSError: `host` is no address of this machine.
     """
 
     compares_crc32 = False
+    """False: workers compare the fingerprint of all tensors, and no CRC-32."""
 
     def __init__(
         self,
@@ -169,6 +174,7 @@ class BroadcastServer(WeightServer):
         self._group: Broadcasts | None = None
         """The open group; None before the first round and after a failed round. Only the thread that broadcasts sets
         it. Other threads may abort it at any time, which does nothing to a closed group."""
+        # From here on, threads of connections call `_answer`, which uses the fields above.
         super().__init__(host, prove_s, timeout_s)
         self._rounds = threading.Thread(target=self._run_rounds, name="flash-weights-rounds", daemon=True)
         self._rounds.start()

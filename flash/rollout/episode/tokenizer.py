@@ -524,7 +524,7 @@ class HfTokenizer(Tokenizer):
         """vLLM's parsers of responses, for the arguments of this variant. None if the run names no parser.
 
         Raises:
-            ConfigError: a named parser cannot work with this tokenizer.
+            ConfigError: a named parser does not exist, or cannot work with this tokenizer and these arguments.
         """
         config = self._config
         if config.tool_parser is None and config.reasoning_parser is None:
@@ -535,7 +535,7 @@ class HfTokenizer(Tokenizer):
             named = (
                 f"model.tool_parser = {config.tool_parser!r} and model.reasoning_parser = {config.reasoning_parser!r}"
             )
-            raise ConfigError(f"{named} cannot work with the tokenizer of {self._path}: {error}") from error
+            raise ConfigError(f"{named} cannot be used with the tokenizer of {self._path}: {error}") from error
 
 
 def _call_id(position: int, index: int) -> str:

@@ -103,16 +103,19 @@ class VLLMEngine:
         """`UpdateInfo.init` with which the workers were last initialised; None if they never were. It changes when
         other trainer ranks publish the weights."""
         self._adapters = Adapters(config.adapters)
-        """LoRA adapters that the engine holds, and their numbers of requests."""
+        """LoRA adapters that the engine holds, at most `config.adapters` (0: it loads whole models), and their numbers
+        of requests."""
         # This object checks the fingerprint of each load. `exact=True`: the fingerprint must equal the published one,
         # as it can for an adapter in a single worker. None: the first load shows if the two can be equal.
         self._loaded = LoadedWeights(exact=True if config.adapters and config.engine.tensor_parallel == 1 else None)
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters(ends)
+        """Maker of vLLM's parameters for requests."""
         self._closing = False
         """True if the engine is being closed, so that failing requests are no sign of a death."""
         self._processes = EngineProcesses(self._die)
         self._steps = StepWatch(waits.hang_s(config))
+        """Watch of the time since the last step, by which `wait_dead` finds an engine that hangs."""
         self._death: EngineDeadError | None = None
         """Error that says how the engine died; None while it lives, and also after a `close` without a death."""
         self._died = anyio.Event()
@@ -120,6 +123,7 @@ class VLLMEngine:
         self._answer_scope: anyio.CancelScope | None = None
         """Scope of the start or swap that waits for vLLM's answers. `_die` cancels it."""
         self._gauge = PressureGauge()
+        """Computes the engine's load (`pressure`) from the numbers of each step."""
         self._replays = grammars.GrammarReplays()
         """Maker of replays. A replay runs the grammar of a response over its sampled tokens once more, and so finds the
         tokens that could have been drawn: vLLM itself does not report them."""
