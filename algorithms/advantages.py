@@ -47,12 +47,15 @@ class _CentredRewards(NamedTuple):
 def group_advantages(rewards: Sequence[float] | FloatArray, group_ids: Sequence[int] | IntArray) -> FloatArray:
     """Return float64 [B]: (R − mean) / std of the sample's group, std over its members (GRPO, arXiv 2402.03300).
 
+    In a group with one member or with equal rewards, the advantages are 0.
+
     Raises:
         ValueError: a reward is not finite, or there are not as many rewards as group ids.
     """
     centred = _centred(rewards, group_ids)
     variance_G = np.bincount(centred.group_B, centred.centred_B**2) / np.bincount(centred.group_B)
     std_B = np.sqrt(variance_G)[centred.group_B]
+    # Where std is 0, the centred rewards are exactly 0, too, and must not be divided by it.
     return centred.centred_B / np.where(std_B > 0, std_B, 1.0)
 
 
@@ -98,7 +101,8 @@ def turn_advantages(
 
     The return of a turn is Σ_{j ≥ 0} γ^j · (reward of the turn j turns later). The turn's advantage is
     (return − mean) / std, with the mean and std of the returns of all samples of the group that have a turn of the same
-    number. Samples of a group may have different numbers of turns.
+    number. If these returns are equal, the advantage is 0. Samples of a group may have different numbers of turns; a
+    sample without turns gets an empty array.
 
     Args:
         turns: rewards of the turns of each sample, in order.
@@ -128,6 +132,7 @@ def turn_advantages(
     # Each pair of a group and the number of a turn is compared like a group.
     cell_BK = group_B[:, None] * deepest + np.arange(deepest)
     advantages = group_advantages(return_BK[exists_BK], cell_BK[exists_BK])
+    # Without samples, `np.split` would return one array, of no sample.
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -145,7 +150,7 @@ def whiten(parts: Sequence[Sequence[float]] | FloatArray) -> tuple[float, float]
 
     A part is the numbers of one data shard, the samples that one rank trains. The estimator `batch` needs this
     (REINFORCE++, arXiv 2501.03262): advantage = (raw − mean) · (1 / std), over all trained tokens. If the numbers are
-    equal, or if there are no numbers, 0 is returned for 1 / std, so that the advantages are 0.
+    equal up to rounding (`EQUAL`), or if there are none, 0 is returned for 1 / std, so that the advantages are 0.
 
     Raises:
         ValueError: a moment is not finite.

@@ -63,7 +63,8 @@ class EvalRound:
         The row has the mean reward with its 95 % confidence interval, and the means of the environment's metrics.
         `step` is the evaluated version; `version_min` and `version_max` are the versions that sampled any token.
         `best_of_k` is the mean, over the problems with all k samples, of a problem's largest reward; NaN if there is no
-        such problem. If every reward is 0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k.
+        such problem. If every reward is 0 or 1, the mean reward is an accuracy, and `best_of_k` is pass@k. If no sample
+        has finished, because all attempts failed, the mean reward and its interval are NaN.
         """
         groups = self._rewards.values()
         flat = [reward for answers in groups for reward in answers]

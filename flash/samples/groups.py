@@ -173,7 +173,7 @@ class Group(msgspec.Struct, gc=False):
 class GroupFilter(msgspec.Struct, frozen=True):
     """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): decides which complete groups are worth training.
 
-    Most advantages compare the rewards of a group, so a group with equal rewards teaches little.
+    With the advantages that are allowed beside `drop_equal_rewards`, equal raw rewards of a group teach nothing.
     """
 
     drop_equal_rewards: bool = False

@@ -373,7 +373,7 @@ class SampleStore:
         """Queue a failed task again, or give it up. Returns True if it was given up.
 
         A task whose prompt leaves no room for a response is given up together with all unfinished members of its group.
-        The first failure of each kind becomes a note for the user.
+        The first failure with each outcome, except a cancelled task, becomes a note for the user.
         """
         if failure.outcome not in self._noted_failures and failure.outcome is not Outcome.CANCELLED:
             self._noted_failures.add(failure.outcome)
@@ -449,7 +449,7 @@ class SampleStore:
             self._put_waiting(group)
 
     def _count_ended(self, group: Group) -> None:
-        """Count a group, and whether its rewards are all equal, for the metrics.
+        """Count a group, and whether the rewards of its finished members are all equal, for the metrics.
 
         Each group is counted once: when it is complete, or when a step takes its first part.
         """

@@ -65,7 +65,8 @@ class RankMemory:
     """Weights of layers that FSDP has gathered from all ranks, activations and logits of one micro-batch of the policy,
     or the memory of an update if that is more."""
     loading: int
-    """Weights when the run begins. With adapters, the base is then held in float32 in addition."""
+    """Weights when the run begins. With adapters, and a `model.dtype` other than float32, the base is then held in
+    float32 in addition."""
     host: int
     """Bytes in the host's memory, because of `train.offload`. If `train.offload` names the weights, everything that a
     rank keeps between steps is on the host, and the fields above are 0 except `parameters` and `at_work`."""
@@ -123,6 +124,7 @@ def _offloaded_inputs(config: Config, policy: PreTrainedModel) -> int:
     With `activations` in `train.offload`, a layer's input waits on the host until the backward pass computes the layer
     again.
     """
+    # The mode is the name of the device that keeps the inputs, if they leave the rank's device; else True or False.
     if not isinstance(recompute_mode(config.train), str):
         return 0
     tokens = config.train.max_tokens_per_microbatch // config.parallel.context

@@ -296,6 +296,7 @@ class BroadcastServer(WeightServer):
             self._close_group()
             store, self._port = open_store(self._host, self._limit_s)
             self.epoch = turn.epoch
+        # The orders go out before the group is made, which waits until all members join it.
         for rank, member in enumerate(turn.members, start=1):
             order = RoundOrder(turn.epoch, rank, size, self._port, turn.first, self._piece_bytes)
             self._send_to([member], order)
@@ -378,6 +379,7 @@ class BroadcastReceiver:
         """Token of the trainer and epoch of `_group`. A restarted trainer has another token, so the epochs of two
         trainers are not confused."""
         self._group: Broadcasts | None = None
+        """The group that this worker is in; None if it is in none."""
         self._receiving = False
         """True while a version is being received. Only then must the end of the connection abort the broadcast."""
 

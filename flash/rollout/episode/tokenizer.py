@@ -524,7 +524,7 @@ class HfTokenizer(Tokenizer):
         """vLLM's parsers of responses, for the arguments of this variant. None if the run names no parser.
 
         Raises:
-            ConfigError: a named parser does not exist, or cannot work with this tokenizer and these arguments.
+            ConfigError: a named parser does not exist, or cannot work with this tokenizer. `ready` finds this first.
         """
         config = self._config
         if config.tool_parser is None and config.reasoning_parser is None:
