@@ -371,7 +371,7 @@ class NodeWork:
             return []
         self._metrics.sampling_began(self._now())
         if "group" in self._config.rollout.barriers:
-            return [lease, *self._buffer.lease_rest(lease, versions, node)]
+            return [lease, *self._buffer.lease_rest(lease, versions, node)]  # issues nothing, so it raises no error
         return [lease]
 
     # -- results come in ---------------------------------------------------------------------------------------------

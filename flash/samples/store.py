@@ -17,8 +17,9 @@ It is *closed* if the environment of the resumed run does not have its problem: 
 
 Conservation: every issued task is queued, leased, done, in a batch, or counted in the ledger as trained, filtered or
 given up. Its tokens are counted as trained or discarded. `in_flight` counts tasks independently of the ledger.
-Applying an event takes a bounded time: work on many groups goes into the `backlog` and is done in slices, each by one
-event. Each slice leaves a consistent state. No batch is formed while the backlog has work.
+Applying an event takes a bounded time: work on many groups goes into the `backlog` and is done in slices, by this event
+and later ones. So each of them may raise the errors of any slice (BreakerError). Each slice leaves a consistent state.
+No batch is formed while the backlog has work.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class Trainer:
         }
 
     def give_up_step(self) -> None:
-        """Drop the gradient of a step whose other rounds will not come, because the run ends.
+        """Drop the gradient of the running step, if there is one: its other rounds will not come, as the run ends.
 
         Updates that the step has already made stay in the weights, which are then between two versions. The hub knows
         this, and lets nobody save them (`may_save` of its reply is False).
