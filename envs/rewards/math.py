@@ -45,7 +45,7 @@ MOST_CPU_S = 2.0
 """Processor seconds of one comparison; most take 0.05. Only a process's main thread can be interrupted."""
 
 MOST_DIGITS = 10_000
-"""Largest number of decimal digits of a number that is evaluated."""
+"""Largest number of decimal digits of a number that is evaluated, and largest power of ten that a text may name."""
 
 MOST_POWER = 300.0
 """Largest exponent of ten in an estimate of digits. Python raises OverflowError for `10 ** 309.0`."""
@@ -196,7 +196,7 @@ def _plain(text: str) -> str:
 
 
 def _as_fraction(repeating: re.Match[str]) -> str:
-    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is 15/90."""
+    """Return a repeating decimal as a fraction: `0.1\\overline{6}` is 15/90. `repeating` is a match of `_REPEATING`."""
     whole, before, period = repeating[1], repeating[2], repeating[3] or repeating[4]
     above = int(whole + before + period) - int(whole + before or "0")
     return rf"\frac{{{above}}}{{{'9' * len(period) + '0' * len(before)}}}"
@@ -219,9 +219,13 @@ def _is_words(text: str) -> bool:
 
 
 def _number(text: str) -> _Number | None:
-    """Return the value of a text that is one number, with or without a currency or unit.
+    """Return the value of a text that is one number.
 
-    Returns None for any other text, for a number whose power of ten is beyond `MOST_DIGITS`, and for a division by 0.
+    A word of `_ABOUT` at the beginning, a currency and a unit are skipped. A word of `_SCALE` and a percent sign scale
+    the number.
+
+    Returns None for any other text, for a division by 0, and for a number whose power of ten, scale included, is beyond
+    `MOST_DIGITS`.
     """
     text = text[about.end() :] if (about := _ABOUT.match(text)) else text
     around = _AROUND.fullmatch(text)
@@ -229,31 +233,33 @@ def _number(text: str) -> _Number | None:
         text = around["before"] or f"{around['sign']}{around['of']}"
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
-        return _number(unit) if (unit := _without_unit(text)) else None
+        return _number(bare) if (bare := _without_unit(text)) else None
     shift = _SCALE[found["scale"] or ""] - (2 if found["percent"] else 0)
     power = found["e"] or found["p"] or found["q"] or "0"
-    if len(power) > len(str(MOST_DIGITS)) or abs(shift + int(power)) > MOST_DIGITS:
+    if abs(shift + int(power)) > MOST_DIGITS:  # `int` is cheap: `_equal` lets no text beyond `MOST_CHARACTERS` get here
         return None
-    unit = Fraction(10) ** (shift + int(power))
+    factor = Fraction(10) ** (shift + int(power))
     sign = -1 if found["sign"] == "-" else 1
     if found["decimal"]:
         digits = re.sub(r"[ ,]|\\[,!]", "", found["decimal"])
         decimals = len(digits.partition(".")[2])
+        # Zeros at the beginning do not count. A text with fewer digits is not a rounded value (`ROUNDED_DIGITS`).
         exact = not decimals or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS
-        return _Number(sign * Fraction(digits) * unit, None if exact else unit / (2 * 10**decimals))
+        return _Number(sign * Fraction(digits) * factor, None if exact else factor / (2 * 10**decimals))
     above, below = (
         Fraction(re.sub(r"[ ,]|\\[,!]", "", found[name] or found[f"{name}_2"] or found[f"{name}_3"]))
         for name in ("above", "below")
     )
     whole = int(found["whole"] or found["whole_2"] or 0)
-    return _Number(sign * (whole + above / below) * unit, None) if below else None
+    return _Number(sign * (whole + above / below) * factor, None) if below else None
 
 
 def _without_unit(text: str) -> str | None:
     """Return the number before a unit, as text; None if the text does not end with a unit.
 
-    Without a blank before it, a unit must consist of known units, the first one with several letters. After a blank,
-    known units and any words are accepted, except the words of `_NO_UNIT` and unknown letters other than `a`.
+    A sign of degrees is always a unit, and so is a word in a script of `_FOREIGN_UNIT`. Without a blank before it, any
+    other unit must consist of known units, the first one with several letters. After a blank, up to six known units or
+    other words are accepted, except the words of `_NO_UNIT` and unknown letters other than `a`.
     """
     if foreign := _FOREIGN_UNIT.fullmatch(text):
         return foreign[1]
@@ -280,7 +286,8 @@ def _without_unit(text: str) -> str | None:
 def math_equal(completion: str, answer: str) -> float:
     r"""Return 1.0 if the final answer of a completion equals the reference, else 0.0. No answer is a wrong answer.
 
-    The reference is a bare answer, a boxed one, or a solution that ends in `#### 42`.
+    The reference `answer` is a bare answer, a text with a last box, or a solution that ends in `#### 42`. If it has
+    both, the text after `####` counts.
 
     Raises:
         RewardError: the reference is empty, or reading it takes too much time.
@@ -296,7 +303,7 @@ def math_equal(completion: str, answer: str) -> float:
 def _equal(found: str, reference: str) -> bool:
     """Return True if an answer equals the reference, as text, choice, number, equation or expression.
 
-    Both are texts that `_plain` has returned.
+    Both are texts that `_plain` has returned. Raises RewardError as `_same_expression` does.
     """
     if _folded(found) == _folded(reference):
         return True
@@ -361,7 +368,10 @@ def _has_letters(text: str) -> bool:
 
 
 def _same_value(found: str, reference: str) -> bool:
-    """Return True if two texts are equal as texts, numbers or expressions. One of them may be a rounded decimal."""
+    """Return True if two texts are equal as texts, numbers or expressions. One of them may be a rounded decimal.
+
+    Raises RewardError as `_same_expression` does.
+    """
     if _folded(found) == _folded(reference):
         return True
     ours, theirs = _BASED.fullmatch(found), _BASED.fullmatch(reference)
@@ -386,7 +396,9 @@ def _in_base(number: re.Match[str]) -> int | str:
 
 
 def _same_expression(found: str, reference: str) -> bool:
-    """Return True if math-verify finds both formulas equal in value; False also if it cannot read one in time.
+    """Return True if math-verify finds both formulas equal in value.
+
+    Returns False also if one of them cannot be read or is too large, or if the comparison takes more than `MOST_CPU_S`.
 
     Raises:
         RewardError: reading the reference takes more than `MOST_CPU_S`.
@@ -510,6 +522,7 @@ def _bounded(call: Callable[..., _T], *arguments: object) -> _T:
 
     Raises:
         TimeoutError: the call used more processor time.
+        Exception: an error of the call.
     """
     # Only the main thread may set a signal handler. In workers of `envs.rewards.verifier` it is always that thread.
     if threading.current_thread() is not threading.main_thread():
