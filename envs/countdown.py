@@ -25,7 +25,7 @@ from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 
 LEVELS: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
-"""Precedence of each operator; a higher level binds more tightly."""
+"""Precedence of each operator, its *level*; a higher one binds more tightly."""
 
 SPELLED: Final = str.maketrans("×·÷−–[]{}", "**/--()()")
 """Alternative characters that people and models write for operators and parentheses."""
@@ -114,7 +114,8 @@ class Countdown:
 
     @classmethod
     def check(cls, options: CountdownOptions) -> None:
-        """Draw one training and one held-out problem, so that too narrow options are refused before the run.
+        """Draw one training and one held-out problem, so that most of the too narrow options are refused before the
+        run.
 
         The process that reads the configuration calls this.
 
@@ -132,6 +133,7 @@ class Countdown:
         """
         self._problem = draw(random.Random(seed), self._options, held_out=is_held_out(seed))
         text = self._text(self._problem)
+        # A text continues as plain tokens, for models without a chat template; a list of messages goes through it.
         return text if self._options.template == "plain" else [Message("user", text)], {}
 
     async def step(self, action: str) -> StepResult:
@@ -178,7 +180,7 @@ def _chat_text(numbers: tuple[int, ...], target: int) -> str:
 
 
 def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> CountdownProblem:
-    """Draw a training or a held-out problem.
+    """Draw a training problem, or a held-out one if `held_out` is True. The same state of `rng` gives the same problem.
 
     Raises:
         ConfigError: no problem was found in `MOST_DRAWS` attempts.
@@ -194,7 +196,7 @@ def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Co
 
 
 def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> CountdownProblem | None:
-    """Combine two random numbers at a time until one is left, which is the target of the problem.
+    """Combine two random numbers at a time until one is left, which is the target of the problem. `draw` calls it.
 
     Returns None if a result is not a positive integer, or if the target is out of range or is one of the given numbers.
     """
@@ -231,9 +233,9 @@ def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 
 def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
-    """Return the reason why an answer does not reach the target; empty if it does.
+    """Return the reason why an answer does not reach the target; empty if it does. `step` calls it.
 
-    The expression may be followed by `=` and the target.
+    `numbers` are the given numbers. The expression may be followed by `=` and the target.
     """
     said = _last_line(answer)
     expression, equals, result = said.partition("=")
@@ -250,16 +252,21 @@ def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
 
 
 def _last_line(answer: str) -> str:
-    """Return the last line of an answer, or of its last `<answer>…</answer>`, with the operators of `LEVELS`.
+    """Return the last line of an answer that is not blank, or of its last `<answer>…</answer>`; empty if there is none.
 
-    One character more than `MOST_CHARACTERS` is kept, so that the parser refuses a longer line.
+    An `<answer>` that is not closed takes the rest of the text. Operators and brackets in the spellings of `SPELLED`
+    are replaced by plain ones. One character more than `MOST_CHARACTERS` is kept, so that the parser refuses a longer
+    line.
     """
     marked = answer.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in answer else answer
     return marked.strip().rpartition("\n")[2].translate(SPELLED).strip()[: MOST_CHARACTERS + 1]
 
 
 class _Parser:
-    """Recursive descent over `sum = product (± product)*`, `product = atom (×÷ atom)*`, `atom = number | ( sum )`."""
+    """Parser of one expression. Make it, then call `parse` once.
+
+    Recursive descent over `sum = product (± product)*`, `product = atom (×÷ atom)*`, `atom = number | ( sum )`.
+    """
 
     def __init__(self, text: str) -> None:
         """Split a text into tokens. Raises ValueError if it is too long or has other characters."""
@@ -307,7 +314,7 @@ class _Parser:
             if not self._tokens or self._tokens.pop() != ")":
                 raise ValueError("a parenthesis is not closed")
             return value
-        if not token.isdecimal():
+        if not token.isdecimal():  # also an operator: numbers have no sign
             raise ValueError(f"{token} stands where a number is expected")
         self._used.append(int(token))
         return Fraction(self._used[-1])

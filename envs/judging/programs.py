@@ -79,7 +79,8 @@ class Fence(NamedTuple):
 
     @property
     def ends_only(self) -> bool:
-        """True if the fence is taken for the end of a block only: it has no name, or a sentence follows it."""
+        """True if the fence is taken for the end of a block only: it has no text after it, or a sentence, which has
+        blanks and does not name the language."""
         return not self.info or (not self.named and " " in self.info)
 
 
@@ -95,7 +96,11 @@ class Block(NamedTuple):
 
 
 def final_part(answer: str) -> str:
-    """Return the text of an answer after its reasoning; empty if the reasoning does not end."""
+    """Return the text of an answer after the last end of a reasoning, with the line ends of Unix.
+
+    Returns an empty text if the answer begins with a reasoning that does not end, and the whole answer if it has no
+    reasoning.
+    """
     text = answer.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
     ends = [at + len(tag) for tag in END_OF_THOUGHT if (at := _rfind_tag(text, tag)) >= 0]
     if ends:
@@ -114,9 +119,10 @@ class Found(NamedTuple):
 
 
 def find_blocks(answer: str, names: Sequence[str]) -> Found:
-    """Find the texts that may be a program in the language of `names`. An answer without a fence is one block.
+    """Find the texts that may be a program in the language of `names`, which are its usual names in a fence.
 
-    `envs.judging.tests.choose_program` chooses among the texts later.
+    An answer without a block, whose reasoning is left out (`final_part`), is one text. The result is empty if this text
+    is blank or has nothing but fences. `envs.judging.tests.choose_program` chooses among the texts later.
     """
     text = final_part(answer)
     lines, fences = _scan(text, names)
@@ -138,7 +144,10 @@ def find_blocks(answer: str, names: Sequence[str]) -> Found:
 
 
 def last_block(answer: str, names: Sequence[str]) -> str | None:
-    """Return the last block named by one of `names`, or the last unnamed one if none is; None if there is no block."""
+    """Return the last block named by one of `names`, or the last unnamed one if none is; None if there is neither.
+
+    Of a block with several possible texts, the most likely one is returned. The reasoning is left out (`final_part`).
+    """
     blocks = _fenced(*_scan(final_part(answer), names))
     return blocks[0].texts[0] if blocks else None
 
@@ -154,9 +163,11 @@ def question_of(found: Found, calls: Sequence[str], provided: Sequence[str], *, 
 
 
 def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
-    """Return the text before the first fence, if the fence has no name, as a block.
+    """Return the text before the first of `fences` as a block, in a list.
 
-    The prompt may have opened this block, so that the answer only ends it.
+    The prompt may have opened this block, so that the answer only ends it. The list is empty if there is no fence, if
+    text follows the first fence, so that it begins a block, or if the text before it is blank. `lines` and `fences` are
+    the result of `_scan`, so of an answer with more than `MOST_FENCES` fences the first ones are part of the text.
     """
     if not fences or fences[0].info:
         return []
@@ -165,9 +176,9 @@ def _head(lines: list[str], fences: list[Fence]) -> list[Block]:
 
 
 def _inline(text: str, names: Sequence[str]) -> list[Block]:
-    """Return the programs in single-line code spans, the last first: named ones, or all if none has a name.
+    """Return the programs in single-line code spans, the last first: those that name the language, or all if none does.
 
-    `find_blocks` uses them only if the answer has no block with its own lines.
+    `find_blocks` uses them only if the answer has no block with its own lines. Only the last `MOST_BLOCKS` spans count.
     """
     blocks: list[Block] = []
     for span in INLINE.findall(text)[-MOST_BLOCKS:]:
