@@ -28,7 +28,7 @@ from envs.sandbox.pool.pool import SandboxPool
 from envs.sandbox.pool.state import names_snapshot
 from envs.sandbox.protocol import Info, ProblemError, SandboxOrder, SessionResult, Status, problem_of
 from envs.sandbox.tokens import ADMIN, Tokens
-from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
+from flash.errors import FlashError, SandboxBusyError, SandboxLostError, SandboxRefusedError
 from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class LeaseWork:
         """Open a session that lives until it is closed, or until the lease ends.
 
         Raises:
-            SandboxBusyError: a session of this name is open.
+            SandboxBusyError: a session of this name is open or being opened.
             SandboxRefusedError: too many sessions are open.
             SandboxError: the session cannot be opened.
             ProblemError: a bug of the service ended the session.
@@ -156,11 +156,11 @@ class LeaseWork:
         return session
 
     def sessions(self) -> list[Session]:
-        """Return the open sessions."""
+        """Return the open sessions, without those that are being opened."""
         return list(self._sessions.values())
 
     async def close_session(self, name: str) -> None:
-        """Close a session and wait until it is closed. Does nothing if none is open."""
+        """Close a session and wait until it is closed, also one that is being opened. Does nothing if there is none."""
         if (closed := self._ended.get(name)) is not None:
             self._close_asked[name].set()
             await closed.wait()
@@ -168,7 +168,8 @@ class LeaseWork:
     # ---- jobs
 
     def add_job(self, job: Job) -> None:
-        """Remember a job, so that clients can ask for it later."""
+        """Remember a job, so that clients can ask for it later. Beyond `JOBS_KEPT` the job that nobody has asked for
+        longest is forgotten, but goes on."""
         jobs = self._jobs
         jobs[job.job_id] = job
         if len(jobs) > JOBS_KEPT:
@@ -187,11 +188,18 @@ class LeaseWork:
     async def once(self, key: str, digest: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
         """Return the answer to the call with this key.
 
-        The first call with a key is carried out. A later one waits for the answer to the first.
+        The first call with a key is carried out. A later one waits for the answer to the first. If this caller is
+        cancelled, for example because its client has left, the call goes on.
+
+        Args:
+            key: idempotency key that the client has chosen.
+            digest: digest of the call's path and body, which must be the same in each call with this key.
+            call: function that carries out the call.
 
         Raises:
-            SandboxRefusedError: the key was used before for a call with another digest.
+            SandboxRefusedError: the key was used before for a call with another digest, or the call was cancelled.
             SandboxBusyError: too many calls with keys are in progress.
+            SandboxLostError: the service ended during the call.
             SandboxError, ProblemError: the call failed.
         """
         answer = self._calls.get(key)
@@ -210,14 +218,20 @@ class LeaseWork:
     async def _carry_out(self, key: str, call: Callable[[], Awaitable[Any]]) -> None:
         """Carry out the call of `once` in a task of its own, which goes on when the client disconnects.
 
-        Stores the result or the error, and wakes all callers of `once`.
+        Stores the result or an error, also when the call or the service is cancelled, and wakes all callers of `once`.
         """
+        # The entry of this key stays until `done` is set: `once` and `keep_error` replace none, and `_drop_old` drops
+        # only ended calls.
         answer = self._calls[key]
         try:
             with answer.scope:
                 answer.result = await call()
             if answer.scope.cancelled_caught:
                 answer.error = _cancelled()
+        except anyio.get_cancelled_exc_class():
+            # The service ends. Without an error, a caller of `once` would take None as the result.
+            answer.error = SandboxLostError("the service ended during the call, which may have been carried out")
+            raise
         except (FlashError, ProblemError) as error:
             answer.error = error
         except Exception:  # the boundary of a call: a bug ends this call, not the service
@@ -230,11 +244,11 @@ class LeaseWork:
             self._drop_old()
 
     def knows_call(self, key: str) -> bool:
-        """Return True if a call with this key was begun, and its answer was not dropped."""
+        """Return True if a call with this key is in progress, or its answer or an error is kept."""
         return key in self._calls
 
     async def cancel_call(self, key: str) -> None:
-        """Cancel a call and wait for its end. Its command is killed.
+        """Cancel a call and wait for its end. Its command is killed. Does nothing to a call that has ended.
 
         A call that has not arrived yet is refused when it arrives. A client that is cancelled closes the connection of
         the call, and its cancellation on another connection may overtake the call.
@@ -246,18 +260,29 @@ class LeaseWork:
         await answer.done.wait()
 
     def keep_error(self, key: str, error: FlashError) -> None:
-        """Keep an error as the answer to every further call with this key."""
+        """Keep an error as the answer to every further call with this key.
+
+        `cancel_call` calls this for a call that has not arrived, and a download that has broken off calls it for the
+        client that asks why. Does nothing if the key has a call, in progress or ended: a client may have used the key
+        of a call for a download, too.
+        """
+        if key in self._calls:
+            return
         answer = self._calls[key] = _KeyedCall()
         answer.error = error
         answer.done.set()
         self._drop_old()
 
     def kept_error(self, key: str) -> FlashError | ProblemError | None:
-        """Return the error that is the answer to calls with this key; None if there is none."""
+        """Return the error that is the answer to calls with this key; None if the key is unknown, or its call is in
+        progress or has a result."""
         return answer.error if (answer := self._calls.get(key)) is not None else None
 
     def _drop_old(self) -> None:
-        """Drop the answers that ended first, beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`."""
+        """Drop the answers that ended first, beyond `ANSWERS_KEPT` and `ANSWERS_KEPT_BYTES`.
+
+        Calls in progress are never dropped, and neither is the newest answer.
+        """
         finished = [(key, answer) for key, answer in reversed(self._calls.items()) if answer.done.is_set()]
         size = 0
         for place, (key, answer) in enumerate(finished):
@@ -290,7 +315,7 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
 
 
 def _output_bytes(result: object) -> int:
-    """Return the bytes of output in the answer to a call."""
+    """Return the bytes of output in the answer to a call; 0 if it has none, as an error (None) or a small struct."""
     if isinstance(result, SessionResult):
         result = result.result
     return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0
@@ -303,7 +328,7 @@ class Service:
     """
 
     def __init__(self, pool: SandboxPool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
-        """Create a service over `pool` for the callers that have one of `tokens`."""
+        """Create a service over `pool` for the callers that have one of `tokens`. `tasks` ends with the service."""
         self.pool = pool
         self.tokens = tokens
         self.name = name
@@ -311,7 +336,7 @@ class Service:
         self.boot = uuid4().hex[:12]
         """Identifier of this start of the service. A client that repeats a call sends the one that it knows."""
         self._tasks = tasks
-        """Task group of sessions and calls, which ends with the service."""
+        """Task group of sessions and calls, and of the tasks that wait for the ends of leases."""
         self._works: dict[str, LeaseWork] = {}
         """Sessions, jobs and calls of each lease, by the lease's id."""
         self._snapshots_begun: Counter[str] = Counter()
@@ -320,7 +345,9 @@ class Service:
     # ---- leases
 
     def order(self, order: SandboxOrder, token: str, key: str) -> SandboxLease:
-        """Order a sandbox on behalf of a token.
+        """Order a sandbox on behalf of a token, and return its lease, which may still wait for a sandbox.
+
+        `key` is the idempotency key of the order; empty: none. With a known key the lease of before is returned.
 
         Raises:
             SandboxError: the token was not granted this kind, the image could be a snapshot of another token, the token
@@ -329,6 +356,7 @@ class Service:
         self.tokens.named(token).check(token, order.spec)
         self._check_image(order.spec.image, token)
         leases = self.pool.state.leases
+        # A repeated order takes no further place in the queue, so it is not counted.
         if token != ADMIN and leases.find_by_key(token, key) is None:
             waiting = sum(lease.token == token and lease.state == "queued" for lease in leases.all())
             if waiting >= (most := int(WAITING_SHARE * self.pool.state.admission.max_waiting)):
@@ -403,6 +431,8 @@ class Service:
     async def snapshot(self, lease: SandboxLease) -> Snapshot:
         """Keep the files of a lease's sandbox as a snapshot that belongs to the lease's token.
 
+        Snapshots in progress count, because several calls may run at the same time.
+
         Raises:
             SandboxRefusedError: the token already has as many snapshots as it may have.
             SandboxError: the snapshot failed.
@@ -424,7 +454,10 @@ class Service:
         return [kept for kept in self.pool.snapshots.all() if token in (ADMIN, kept.token)]
 
     async def forget(self, snapshot_id: str, token: str) -> None:
-        """Remove a snapshot. Does nothing if the token has no snapshot with this id, so that it can be repeated."""
+        """Remove a snapshot. Does nothing if the token has no snapshot with this id, so that it can be repeated.
+
+        Raises the errors of `SandboxPool.forget`, such as those of the host.
+        """
         for kept in self.snapshots(token):
             if kept.snapshot_id == snapshot_id:
                 await self.pool.forget(kept)
@@ -488,7 +521,8 @@ def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
 
 @asynccontextmanager
 async def open_service(pool: SandboxPool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
-    """Open a service over a pool for the time of the block. At the end, calls in progress are cancelled."""
+    """Open a service over a pool for the time of the block. At the end, calls in progress are cancelled and sessions
+    are closed. `name` is the name of the service in its status."""
     async with unwrapped_group() as tasks:
         yield Service(pool, tokens, tasks, name)
         tasks.cancel_scope.cancel()

@@ -19,9 +19,9 @@ from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.protocol import ProblemError
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.service import ANSWERS_KEPT, CALLS_OPEN, JOBS_KEPT
+from envs.sandbox.service.service import ANSWERS_KEPT, CALLS_OPEN, JOBS_KEPT, LeaseWork, open_service
 from envs.sandbox.service.web import RecordLimit
-from flash.errors import SandboxBusyError
+from flash.errors import SandboxBusyError, SandboxLostError
 from flash.http.connections import HttpLimits
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
 from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, running
@@ -181,6 +181,50 @@ async def test_a_call_that_outlasts_many_others_is_carried_out_once(tmp_path):
                 await work.once(f"key-{number}", b"", anyio.lowlevel.checkpoint)
             ready.set()
         assert await work.once("long", b"", long) == 1
+
+
+async def test_a_stream_with_the_key_of_a_call_in_progress_harms_neither_the_call_nor_the_service(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        work = world.service.work(world.service.pool.state.leases.of(sandbox.sandbox_id))
+        ready = anyio.Event()
+        answers: list[object] = []
+
+        async def long() -> str:
+            await ready.wait()
+            return "answer"
+
+        async def ask() -> None:
+            answers.append(await work.once("key", b"digest", long))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            work.keep_error("key", SandboxLostError("the stream broke off"))
+            for number in range(2 * ANSWERS_KEPT):
+                await work.once(f"key-{number}", b"", anyio.lowlevel.checkpoint)
+            ready.set()
+        assert answers == ["answer"]
+        assert await serves(sandbox)
+
+
+async def test_a_call_that_the_end_of_the_service_has_cut_off_is_an_error(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        lease = world.service.pool.state.leases.of(sandbox.sandbox_id)
+        errors: list[SandboxLostError] = []
+
+        async def ask(work: LeaseWork) -> None:
+            try:
+                await work.once("key", b"", anyio.sleep_forever)
+            except SandboxLostError as error:
+                errors.append(error)
+
+        async with (
+            anyio.create_task_group() as clients,
+            open_service(world.service.pool, world.service.tokens) as service,
+        ):
+            clients.start_soon(ask, service.work(lease))
+            await anyio.wait_all_tasks_blocked()
+        assert "the service ended during the call" in str(errors[0])
 
 
 async def test_a_job_that_clients_ask_for_is_not_forgotten(tmp_path):
