@@ -85,8 +85,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     """Seconds for which a connection may stay open between two requests."""
     connections: int = 4096
-    """Largest number of open connections, or half of the files that the process may open if that is less. Further ones
-    get 503."""
+    """Number of open connections from which on requests get 503, or half of the files that the process may open if that
+    is less. At least 2."""
     strangers: int = 512
     """Largest number of connections that have not shown a valid token yet. One more ends the oldest of them."""
     token_share: float = 0.25
@@ -94,7 +94,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrangerConnections:
-    """Connections that perhaps have not shown a valid token yet, the oldest first; at most `most` of them.
+    """Connections that perhaps have not shown a valid token yet, the oldest first; at most `most` (1 or more) of them.
 
     All connections of a server share one object. All calls are made on the event loop.
     """
@@ -116,7 +116,7 @@ class StrangerConnections:
                 oldest.transport.abort()
 
     def remove(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended."""
+        """Forget a connection that has ended. Does nothing if it was removed before, as the oldest."""
         self._connections.pop(connection, None)
 
 
@@ -198,7 +198,7 @@ class SendTimer:
     def start(self) -> None:
         """Measure from now on, `stall_s` seconds at a time. `HttpConnection.pause_writing` calls this when bytes
         wait."""
-        self._ahead = self._least
+        self._ahead = self._least  # a whole measurement without a byte ends the connection
         self._measure()
 
     def stop(self) -> None:
@@ -214,8 +214,11 @@ class SendTimer:
         self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._check)
 
     def _check(self) -> None:
-        """End the connection if the client has read nothing, or less than `bytes_per_s` for a longer time; else measure
-        again. Called by the timer."""
+        """End the connection if the client reads too slowly; else measure again. Called by the timer.
+
+        The limit is `bytes_per_s` on average. A client that was faster before may be slower for a time, of at most one
+        measurement without a byte.
+        """
         # uvicorn lets the application write nothing while bytes wait, so the client has read the difference. Bytes are
         # read in bursts, because the client's kernel accepts more only when much of its buffer is free. So the bytes
         # beyond the slowest rate count for the next measurement, too.
@@ -400,7 +403,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
 
 def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the length of a body from its headers, which h11 has checked; 0 for a body in chunks."""
+    """Return the length of a body from its headers, which h11 has checked; 0 for a body in chunks or none."""
     values = dict(headers)
     return 0 if b"transfer-encoding" in values else int(values.get(b"content-length", b"0"))
 
@@ -431,8 +434,11 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
 
     Args:
         limits: bounds on the connections.
-        connections: largest number of connections that are open at a time.
+        connections: number of open connections from which on uvicorn answers requests with 503, at least 2. It replaces
+            `limits.connections`, because `serving` may lower it.
     """
+    # Each connection begins as a stranger. With fewer than two connections there would be no place for a stranger.
+    assert connections >= 2, f"a server needs at least 2 connections, not {connections}"
     # Strangers get at most half of the connections, so that they cannot keep clients with a token out.
     return partial(
         HttpConnection,

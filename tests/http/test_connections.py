@@ -20,13 +20,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flash.http.connections import PIECE, SIZED_PIECE, HttpLimits, SendTimer
+from flash.http.connections import PIECE, SIZED_PIECE, HttpLimits, SendTimer, http_protocol
 from flash.http.server import MAX_JSON_VALUES, HttpAddress, open_socket, read_body, serving
 
 pytestmark = pytest.mark.anyio
 
 END_S = 30.0
 """Seconds after which a test that hangs fails."""
+
+
+def test_a_server_without_a_place_for_a_stranger_is_refused():
+    http_protocol(HttpLimits(), 2)
+    with pytest.raises(AssertionError, match="at least 2 connections, not 1"):
+        http_protocol(HttpLimits(), 1)
 
 
 class App:
