@@ -74,7 +74,10 @@ done
 
 
 class DockerAgents:
-    """Connections to the agents of containers of Docker or Podman: the `Agents` of `DockerBackend`."""
+    """Connections to the agents of containers of Docker or Podman: the `Agents` of `DockerBackend`.
+
+    An *agent* is the first process of a container, which runs the commands of its sandbox.
+    """
 
     def __init__(self, api: DockerApi) -> None:
         self._api = api
@@ -99,6 +102,7 @@ class DockerAgents:
 
         Raises:
             SandboxLostError: the container is gone, or its programs may be root (`takeover_environment`).
+            SandboxTimeoutError: the engine does not answer in time.
         """
         found = await self._api.json(f"containers/{container_id}/json", SandboxLostError)
         env = takeover_environment(found)
@@ -107,16 +111,19 @@ class DockerAgents:
 
 
 class DockerBackend:
-    """Container engine Docker or Podman. An asynchronous context manager."""
+    """Container engine Docker or Podman: a `Backend` of `envs.sandbox.engines.backend`.
+
+    An asynchronous context manager. Its methods, and those of its parts, are called inside the block only.
+    """
 
     def __init__(self, url: str | None = None, *, users: range = USERS, info: EngineInfo | None = None) -> None:
-        """Create a client of the engine. It connects when its block is entered.
+        """Create a client of the engine, without connecting. The first request inside the block connects.
 
         Args:
-            url: address of the engine, in one of `ADDRESS_FORMS`; by default that of `find_engine`.
+            url: address of the engine, in one of `ADDRESS_FORMS`; None or empty: that of `find_engine`.
             users: range of user ids. Each sandbox gets its own, because the kernel limits some resources per user.
-            info: properties of the engine that another backend of the same address has returned; by default this one
-                asks the engine for them when it needs them.
+            info: properties of the engine that another backend of the same address has returned; None: this one asks
+                the engine when it needs them.
 
         Raises:
             ConfigError: no address was given and no usual socket exists, or the address has an unknown form.
@@ -131,15 +138,18 @@ class DockerBackend:
         self._api = DockerApi(self.url, REQUEST_S)
         self._users = users
         self._info = info
-        """Properties of the engine; None until they are known."""
+        """Properties of the engine; None until the engine has answered."""
         self._asking = anyio.Lock()
         """Lock around the question for `_info`, so that parallel calls ask once."""
         self.containers = DockerContainers(self._api, self.info, START_S, users)
+        """Starts, lists and removes containers; a start may take START_S seconds. Reads `info` when it needs it."""
         self.images = DockerImages(self._api, self.containers, REQUEST_S, IMAGE_S)
+        """Makes images from archives and from containers, lists and removes them."""
         self.agents = DockerAgents(self._api)
+        """Connects to the agents in containers."""
 
     async def __aenter__(self) -> Self:
-        """Create the HTTP client. The engine is not asked yet."""
+        """Create the HTTP client, and return this backend. The engine is not asked yet."""
         await self._api.__aenter__()
         return self
 
@@ -153,15 +163,17 @@ class DockerBackend:
         """Return the properties of the engine. Only the first call sends requests: the properties stay the same, and
         Podman takes a second of CPU, because it asks the package manager for the versions of its parts.
 
+        A failed question is asked again by the next call.
+
         Raises:
-            SandboxError: the engine does not answer.
+            SandboxError: the engine does not answer, or answers with an error. Usually a SandboxStartError.
         """
         async with self._asking:
             self._info = self._info or await self._ask_info()
         return self._info
 
     async def _ask_info(self) -> EngineInfo:
-        """Ask the engine for its properties, with two requests. Raises SandboxError if it does not answer."""
+        """Ask the engine for its properties, with two requests. Raises SandboxError if one of them fails."""
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]

@@ -99,7 +99,7 @@ class HttpClient:
         )
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections. The client cannot be used afterwards."""
         await self._client.aclose()
 
     async def ask(
@@ -118,14 +118,14 @@ class HttpClient:
         Args:
             method: HTTP method.
             path: path of the endpoint.
-            answer: type of the response; `type(None)` for none.
-            body: body of the request.
-            query: parameters of the query.
+            answer: type of the response; `type(None)`: there is none, and None is returned.
+            body: body of the request; None: none.
+            query: parameters of the query; None: none.
             seconds: seconds that the service may take for the call; the response may take `MARGIN_S` in addition.
-            key: idempotency key, which makes the call safe to repeat.
+            key: idempotency key, which makes the call safe to repeat; empty: none.
 
         Raises:
-            SandboxError: the error of the service, or the service cannot be reached.
+            SandboxError: an error of `_send`, or the response cannot be decoded.
         """
         headers = {"accept": MSGPACK}
         content = None
@@ -143,7 +143,10 @@ class HttpClient:
             ) from error
 
     async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """Return the bytes of the file that `query` names, with a GET of the endpoint `path`. Raises SandboxError."""
+        """Return the bytes of the file that `query` names, with a GET of the endpoint `path`.
+
+        Raises SandboxError as `_send` does.
+        """
         return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
 
     async def put_bytes(self, path: str, query: Mapping[str, Any], data: bytes) -> None:
@@ -151,7 +154,7 @@ class HttpClient:
 
         The call is not repeated once bytes were sent: an append would happen twice.
 
-        Raises SandboxError.
+        Raises SandboxError as `_send` does.
         """
         seconds = MARGIN_S + len(data) / RATE
         await self._send("PUT", path, data, query, {"content-type": BINARY}, seconds, "")
@@ -170,7 +173,7 @@ class HttpClient:
 
         `size` is their number; None if it is not known. The bytes have to be sent and processed within `seconds`.
 
-        The call is not repeated once bytes were sent. Raises SandboxError, and the errors of `pieces`.
+        The call is not repeated once bytes were sent. Raises SandboxError as `_send` does, and the errors of `pieces`.
         """
         headers = {"content-type": media_type, **({} if size is None else {"content-length": str(size)})}
         await self._send("PUT", path, pieces, query, headers, seconds, "")
@@ -190,8 +193,11 @@ class HttpClient:
         The call is not repeated: the caller may have used a part of the response already. `key` is its idempotency key,
         under which the service keeps the error of a response that it breaks off; empty if the call has none.
 
+        The caller reads the response, and gets the errors of httpx then.
+
         Raises:
-            SandboxError: the error of the service, or the service cannot be reached.
+            SandboxError: the error of the service, the service cannot be reached or does not answer in time, or the
+                call cannot be requested (`_target`, `_request`).
         """
         headers = {
             "accept": NDJSON,
@@ -229,25 +235,34 @@ class HttpClient:
         seconds: float,
         key: str,
     ) -> httpx.Response:
-        """Send a call and return its response. Repeats it for `REPEAT_S` seconds, if that is safe.
+        """Send a call and return its response. If a connection breaks, repeats the call as long as that is safe.
+
+        All attempts together get no more time than one: `seconds` and `MARGIN_S`. The last attempt begins within
+        `REPEAT_S` seconds. Other calls may run at the same time.
 
         Args:
             method: HTTP method.
             path: path of the endpoint.
-            content: body, or its pieces.
-            query: parameters of the query.
+            content: body, or its pieces; None: none. Pieces can be sent only once: a call with pieces is repeated only
+                if nothing was sent.
+            query: parameters of the query; None: none.
             headers: HTTP headers.
             seconds: seconds that the call itself may take.
             key: idempotency key; empty if the call has none.
 
         Raises:
-            SandboxError: the error of the service, or the service cannot be reached.
+            SandboxFileError, SandboxRefusedError: the call cannot be requested (`_target`, `_request`).
+            SandboxTimeoutError: the service did not answer in time.
+            SandboxLostError: the service cannot be reached.
+            SandboxError: the error that the service has answered.
+            Exception: an error of `content`, if it is an iterator.
         """
         headers = {**headers, **({"idempotency-key": key} if key else {})}
         repeatable = bool(key) or method in ("GET", "DELETE")
         begin = anyio.current_time()
         until = begin + seconds + MARGIN_S
         give_up = min(begin + REPEAT_S, until)
+        # Read before the first attempt: another call may meanwhile get the identifier of a restarted service.
         boot, pause = self._boot, _FIRST_PAUSE_S
         target = _target(path, query)
         while True:
@@ -297,10 +312,10 @@ class HttpClient:
 
     @contextmanager
     def _translated(self, path: str, seconds: float) -> Generator[None]:
-        """Turn errors of httpx in the block into a `SandboxError`, for a call that may take `seconds`.
+        """Turn errors of httpx in the block into a `SandboxError`, for a call of `path` that may take `seconds`.
 
         Raises:
-            SandboxTimeoutError: the response did not arrive in time.
+            SandboxTimeoutError: the service sent nothing for `seconds` and `MARGIN_S`.
             _BrokenError: the connection failed. `_send` repeats the call then, if that is safe.
         """
         try:
@@ -318,7 +333,10 @@ class HttpClient:
         return SandboxTimeoutError(f"waited {seconds + MARGIN_S:g} s for {self.url}{path}; look at the service's log")
 
     def _error_from(self, response: httpx.Response) -> SandboxError:
-        """Return the exception for a response with an error status: the one that the service raised."""
+        """Return the exception for a response with an error status: the one that the service raised.
+
+        Returns a SandboxLostError for a response that is not the service's, for example a proxy's.
+        """
         if response.headers.get("content-type", "").startswith(PROBLEM_JSON):
             try:
                 return error_of(msgspec.json.decode(response.content, type=HttpProblem))
@@ -333,8 +351,11 @@ class HttpClient:
 def _target(path: str, query: Mapping[str, Any] | None) -> str:
     """Return the path of a call with its query. Names of files that are not UTF-8 are encoded byte by byte.
 
+    `query` None or empty: none. Its value `path`, if it is a text, is the path of a file in the sandbox.
+
     Raises:
-        SandboxRefusedError: the path of a file cannot be one, or cannot be encoded.
+        SandboxFileError: the path of a file is too long.
+        SandboxRefusedError: a value cannot be encoded.
     """
     if query and isinstance(name := query.get("path"), str):
         check_path(name)
