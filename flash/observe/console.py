@@ -124,7 +124,10 @@ class Console:
             self._print(f"[{text}]", "dim")
 
     def step(self, row: Row) -> None:
-        """Print the line of a committed step, with a header every HEADER_EVERY lines, and advance the progress bar."""
+        """Print the line of a committed step, with a header every HEADER_EVERY lines, and advance the progress bar.
+
+        A row with domains gets a second line.
+        """
         if self._lines % HEADER_EVERY == 0:
             self._print(" ".join(cell.title for cell in self._line), "bold")
         self._lines += 1
@@ -145,7 +148,10 @@ class Console:
             )
 
     def evaluation(self, row: Row) -> None:
-        """Print the line of a finished evaluation on held-out problems. The next step line shows its result too."""
+        """Print the line of a finished evaluation on held-out problems. The next step line shows its result too.
+
+        If another evaluation finishes before that line, only the newer one is shown there.
+        """
         self._unshown_evaluation = number(row, self._held_out.name)
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
@@ -170,7 +176,10 @@ class Console:
             self._live.stop()
 
     def _time_left(self, steps: int) -> str:
-        """Return the time that `steps` more steps take at the pace of the last ones; `-` before the second step."""
+        """Return the time that `steps` more steps take at the pace of the last ones; `-` before the second step.
+
+        A negative `steps` counts as 0.
+        """
         if len(self._walls) < 2:
             return BLANK
         pace = (self._walls[-1] - self._walls[0]) / (len(self._walls) - 1)
@@ -232,7 +241,7 @@ def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
 
 
 def domain_line(row: Row) -> str:
-    """Return the mean reward and the share of each domain as a line; empty if there are no domains.
+    """Return the mean reward and the share of each domain as an indented line; empty if there are no domains.
 
     A domain is a kind of problems that has its own share of the trained groups. An evaluation has no shares.
     """
@@ -245,7 +254,7 @@ def domain_line(row: Row) -> str:
 
 
 class _Output:
-    """Output of a run: a terminal or another stream. Writing never raises, so that a run outlives its terminal.
+    """Output of a run: a terminal or another stream. A lost terminal or pipe raises no error, so that the run goes on.
 
     Characters that the encoding of the stream does not have become question marks.
     """
@@ -307,14 +316,14 @@ class _Live:
         self._progress.start()
 
     def update(self, **fields: Any) -> None:
-        """Replace fields of the live line, such as `stage`, or the number of completed steps."""
+        """Replace fields of the live line, such as `stage`, or the number of completed steps (`completed`)."""
         self._progress.update(self._task, **fields)
 
     def print(self, text: str, style: str) -> None:
         """Print a line above the live line. `style` is a style of rich, such as `bold`."""
         from rich.text import Text
 
-        # A `Text` and no str, in which rich would take square brackets as markup.
+        # A `Text` is printed, and no str, in which rich would take square brackets as markup.
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def stop(self) -> None:
@@ -323,9 +332,14 @@ class _Live:
 
 
 def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
-    """Return the closing table of a run, as (title, text) lines. A run of `flash sft` has losses and no rewards."""
+    """Return the closing table of a run, as (title, text) lines. A run of `flash sft` has losses and no rewards.
+
+    `Console.finish` prints it. Losses and plots are read from the run directory, so it is called after their last
+    write. The titles are those of `summary_rows`, and more.
+    """
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
+    # The ledger counts each sample and token of the run by its fate, such as trained or too old.
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
     first, *rest = summary_rows(summary)
     if config.sft is not None:
@@ -346,7 +360,10 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _held_out_rewards(summary: Summary) -> str:
-    """Return the rewards of the first and last evaluation; if there is only one, its reward and step."""
+    """Return the rewards of the first and last evaluation; if both are of one step, its reward and step.
+
+    Without an evaluation, the text says so.
+    """
     if summary.final_reward is None:
         return "no held-out evaluation"
     last = f"{summary.final_reward:.3f}"
@@ -358,8 +375,11 @@ def _held_out_rewards(summary: Summary) -> str:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the numbers of a run that has ended, without its evaluations, as (title, text) lines.
 
-    The first line is the model.
+    `closing_table` and `flash.observe.comparison` call this. They find lines by their titles, each of which is here
+    once. The first line is the model, with the objective and the seed. Numbers that were not measured are `-`.
     """
+    # The async ratio α is `train.async_ratio`: up to 1 + α batches are in flight, so sampling goes on during a step.
+    # The canary is a test text: when an engine has loaded weights, its log-probs of it are compared with the trainer's.
     return [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
         ("steps", str(summary.steps)),

@@ -4,6 +4,9 @@ The process of the hub (`flash.run.node_loop`) makes it before the run and close
 first trainer rank does. This process calls it with each event, in order. The recorder adds the run's wall time to each
 row, raises alarms, and writes summary and plots at the end. Receivers (trackers, sink, alarm command) get the same
 rows, and at last the summary or the error that ended the run.
+
+The *ledger* is the hub's count of each task, sample and token of the run by its fate, such as `trained`. Its totals are
+a dict from the name of the fate to the number.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ class Recorder:
     ) -> None:
         """Write what is left, and close the receivers and the terminal. An error is recorded as the end of the run.
 
-        Without an error, an earlier failed write of samples is raised.
+        Without an error, or after the alarm that `finish` has recorded, an earlier failed write of samples is raised.
         """
         try:
             if error is None or error is self.stopped:  # `finish` has recorded the alarm as the end of the run
@@ -147,12 +150,15 @@ class Recorder:
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
-        """Print each of the warnings of receivers."""
+        """Print warnings: those of receivers."""
         for text in texts:
             self._console.warn(text)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Write, print and send the row of a finished evaluation."""
+        """Write, print and send the row of a finished evaluation. Raises RunDirectoryError if it cannot be written.
+
+        Adds the wall time to the row. If answers are missing, the last failure of the run is printed, too.
+        """
         full = {**row, "wall_s": self._now() - self._run_start}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
@@ -197,7 +203,7 @@ class Recorder:
         self.directory.sync_rows()
 
     def activities(self, rows: Sequence[Activity]) -> None:
-        """Write activities of workers, the bars of the timeline."""
+        """Write activities of workers, the bars of the timeline. Raises RunDirectoryError if they cannot be written."""
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
@@ -212,7 +218,10 @@ class Recorder:
         self.batches.commit(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
-        """Write the ledger's totals: at each checkpoint, for a run that is killed later, and at the end."""
+        """Write the ledger's totals: at each checkpoint, for a run that is killed later, and at the end.
+
+        Raises RunDirectoryError if they cannot be written.
+        """
         self.directory.write_ledger(totals)
 
     def stage(self, text: str) -> None:
@@ -220,7 +229,7 @@ class Recorder:
         self._console.stage(text)
 
     def note(self, text: str) -> None:
-        """Print a line for people."""
+        """Print a line for people, and keep it as an event for `cluster.json`."""
         self._cluster.event(text)
         self._console.note(text)
 
@@ -230,7 +239,10 @@ class Recorder:
         self._last_failure = shortened(f"{kind}: {message}", EVENT_TEXT)
 
     def cluster(self, hub: HubNow) -> None:
-        """Start to write a state of the cluster. One comes every `flash.observe.cluster.EVERY_S` seconds."""
+        """Start to write a state of the cluster. One comes every `flash.observe.cluster.EVERY_S` seconds.
+
+        An error of the write is printed as a warning.
+        """
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
 
@@ -243,7 +255,8 @@ class Recorder:
 
         Args:
             ledger: totals of the ledger.
-            late: restarts of engines and trainer ranks after the last step, which are in no row of `metrics.jsonl`.
+            late: numbers of restarts after the last step, which no row of `metrics.jsonl` has, by `engine_restarts` and
+                `trainer_restarts`. A missing name counts as 0.
             interrupted: True if a signal or an alarm ended the run early. There is then no time for plots.
 
         Raises:
@@ -283,15 +296,16 @@ def write_summary(
     Args:
         directory: directory of the run.
         config: configuration of the run.
-        ledger: totals of the ledger.
+        ledger: totals of the ledger; empty if the run has written none yet.
         restarts: number of restarts of the hub.
-        late: restarts of trainer ranks and engines after the last step, which are in no row of `metrics.jsonl`.
+        late: as for `Recorder.finish`; None if these numbers are lost, since the hub has not ended in order.
         error: message of the error that ended the run; empty if none did.
 
     Raises:
         RunDirectoryError: the summary cannot be written.
     """
     rows, evaluations = directory.read_metrics(), directory.read_evaluations()
+    # Restarts count even if a resumed run has moved their rows away, to make the steps again. `late` is one row more.
     undone = [*directory.read_earlier_metrics(), late or {}]
     summary = summarise(config, rows, evaluations, undone=undone, ledger=ledger, restarts=restarts, error=error)
     directory.write_summary(summary)

@@ -77,7 +77,8 @@ class Processes:
     """Group of processes that start together. When one of them fails, the others are ended.
 
     Lifecycle: `fork_from` names a server, and `run` starts the processes and waits until all have ended; both may be
-    called again for a restart. `end_server` is the last call.
+    called again for a restart. `end_server` is the last call. All methods are called on one event loop, except the last
+    `end_server`, which comes after the loop.
     """
 
     linger_s = 10.0
@@ -111,7 +112,10 @@ class Processes:
             self._server = server
 
     def end_server(self) -> None:
-        """Kill the fork server, because no more processes are needed, or because another server replaces it."""
+        """Kill the fork server, because no more processes are needed, or because another server replaces it.
+
+        Processes that were forked from it are not killed by this. Does nothing before `fork_from`.
+        """
         if self._server is not None:
             self._server.end()
 
@@ -120,6 +124,9 @@ class Processes:
     ) -> list[EndedProcess]:
         """Start one process for each order, and wait until all have ended. Returns their results in the order of their
         ends.
+
+        When a process has failed, the others are killed `linger_s` seconds later. If this call is cancelled, all of
+        them are killed at once.
 
         Args:
             role: role of all processes, a `flash.run.processes.worker.Role`.
@@ -154,7 +161,8 @@ class Processes:
     async def _begin(self, process: ForkedProcess) -> None:
         """Start a process, in a thread. This takes seconds if the server has to import its modules first.
 
-        If this task is cancelled, the server is killed: only then does the thread end.
+        If this task is cancelled, the server is killed: only then does the thread end. Raises OSError or EOFError if
+        the server is gone, or the system cannot start a process.
         """
         self._starting = True
         try:
@@ -189,7 +197,10 @@ class Processes:
             failing.set()
 
     async def _end_rest(self, failing: anyio.Event) -> None:
-        """Wait until a process has failed, and kill the others `linger_s` seconds later. `run` cancels this task."""
+        """Wait until a process has failed, and kill the others `linger_s` seconds later.
+
+        `run` cancels this task when all processes have ended.
+        """
         await failing.wait()
         await anyio.sleep(self.linger_s)
         self.kill(self.pids)
@@ -197,18 +208,26 @@ class Processes:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the group, and to each process that starts later.
 
-        Their child processes, such as the processes of engines, do not get it.
+        The part must not restart after this. Child processes of the group's processes, such as those of engines, do not
+        get the signal.
         """
         self._last_signal = number
         for process in self._living.values():
             _send(process, number)
 
     def kill_all(self) -> None:
-        """Kill all processes with their child processes. A process that is about to start is killed, too. `Launch`
-        calls this when the time for an end in order is over."""
-        self._last_signal = signal.SIGKILL
+        """Kill all processes with their child processes, also a process that is just being started.
+
+        `Launch` calls this when the time for an end in order is over, and at once if no such end is possible: at a
+        later SIGINT, if no hub can end the run, and on machines without the hub when the run is over. A process that
+        has just been started is killed by `_follow`, and does not enter `killed`. No part restarts afterwards, so
+        nothing depends on that.
+        """
+        self._last_signal = signal.SIGKILL  # for a process that the server has forked already
         self.kill(self.pids)
         if self._starting:
+            # The thread of `_begin` may still wait for the server's imports. Without the server it gets OSError or
+            # EOFError, and `run` raises NotStartedError.
             self.end_server()
 
     def kill(self, pids: Collection[int]) -> None:
@@ -358,7 +377,7 @@ def describe(name: str, process: EndedProcess) -> str:
 
 
 def say(line: str) -> None:
-    """Print one line for the user to standard error. Errors are ignored, because the reader may be gone."""
+    """Print one line for the user to standard error. An OSError is ignored, because the reader may be gone."""
     with suppress(OSError):
         sys.stderr.write(f"flash: {harmless(line)}\n")
         sys.stderr.flush()
