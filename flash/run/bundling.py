@@ -354,18 +354,21 @@ def _write_models(config: Config, planned: ReplayPlan, folder: Path) -> _Start:
 
 
 def _other_models(config: Config, *, whole: bool) -> dict[str, str]:
-    """Return the models beside the policy that the trainer loads, by the names of their folders in a bundle.
+    """Return the models beside `model/` that a bundle needs, because the trainer loads them.
 
-    `whole` is True if `model/` holds the policy of a later version. Then the model with which the run began, which is
-    the reference of a KL by default, is needed, too.
+    Returns a dict from the name of the model's folder in the bundle to its path: a folder, or an id of the Hugging Face
+    hub. `whole` is True if `model/` holds the policy of a later version. Then a KL without a `reference` needs the
+    model with which the run began, too.
     """
     kl, teacher, critic = config.algorithm.kl, config.algorithm.teacher, config.critic
     found = {
+        # None: the run has no critics, or they begin as the model in `model/`. A checkpoint has their own weights.
         CRITIC: None if critic is None else critic.path,
         REFERENCE: None if kl is None else kl.reference or (config.model.path if whole else None),
+        # None: there is no teacher, or it is a server, whose log-probs are part of the recorded samples.
         TEACHER: None if teacher is None else teacher.path,
     }
-    # With adapters the base is the reference, without a second copy in memory.
+    # With adapters the base is the reference, without a second copy in memory, and `model/` is the base.
     if config.lora is not None and found[REFERENCE] == config.model.path:
         found[REFERENCE] = None
     return {name: path for name, path in found.items() if path is not None}
@@ -375,12 +378,13 @@ def _carried(config: Config, folder: Path) -> Config:
     """Return the configuration that a bundle holds: the settings that a replay uses, and defaults otherwise.
 
     Settings are chosen, rather than secrets removed: options of environments, addresses, commands and paths stay away
-    because nothing here copies them. Models get the names of their folders in the bundle.
+    because nothing here copies them. Models get the names of their folders in the bundle, `folder`, so these must have
+    been written before.
     """
     replace = msgspec.structs.replace
 
     def name(one: str) -> str | None:
-        """Return the name of a model's folder; None if the bundle does not have this model."""
+        """Return the name of a model's folder, `one`; None if the bundle does not have this model."""
         return one if (folder / one).is_dir() else None
 
     algorithm, kl, teacher, critic = config.algorithm, config.algorithm.kl, config.algorithm.teacher, config.critic
@@ -418,7 +422,7 @@ def _origin(config: Config, planned: ReplayPlan) -> str:
 
 
 def _shrink(folder: Path) -> None:
-    """Store tensors of a model folder as bfloat16 or float16 if that changes no bit of their float32 values.
+    """Store float32 tensors of a model folder as bfloat16 or float16 if that changes no bit of their values.
 
     Models are read in float32. Weights that were stored in 16 bits would otherwise take twice their size.
     """
@@ -460,7 +464,8 @@ def _forget_paths(folder: Path) -> None:
 def _write_tar(folder: Path, file: Path) -> list[Part]:
     """Write the members in `folder` as a tar archive to `file`, and return the parts with their sizes.
 
-    The checksums of all members are appended as the last member. Raises OSError.
+    The checksums of all members are appended as the last member. Files whose names no member may have are left out.
+    Raises OSError.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     # The head comes first, so that `tar` shows it at once.
@@ -495,7 +500,7 @@ def _write_tar(folder: Path, file: Path) -> list[Part]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Hide progress bars and warnings of transformers about models that are only read and written."""
+    """Hide progress bars of transformers, and the warning that torch.distributed is disabled, during the block."""
     from flash.foreign.transformers import hidden_progress_bars
 
     with hidden_progress_bars(), warnings.catch_warnings():

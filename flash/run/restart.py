@@ -79,7 +79,8 @@ class RecordedHistory:
         self._recorder = recorder
 
     async def choose_start(self, version: int) -> TrainerStart:
-        """Return the newest undamaged checkpoint, from which the trainer ranks start, or version 0 without a folder.
+        """Return the newest undamaged checkpoint, from which the trainer ranks start. If the run has none, version 0
+        without a folder is returned.
 
         The hub calls this when all ranks restart while it goes on. The ranks train the recorded batches again from
         there up to `version`, the version that the run has reached. Reads every byte of the checkpoint, in a thread.
@@ -133,8 +134,8 @@ def reach(config: Config, held: int, reached: int) -> Reach:
 
     Args:
         config: configuration of the restarted run.
-        held: version of the checkpoint that the ranks start from.
-        reached: version that the run had reached.
+        held: version of the checkpoint that the ranks start from; 0 without one.
+        reached: version that the run had reached, at least `held`.
     """
     if held == reached:
         return Reach(reached)
@@ -169,7 +170,8 @@ def version_with_metrics(config: Config) -> int:
 def is_done(config: Config) -> bool:
     """Return True if the run has made all of its steps, its last evaluation and its summary.
 
-    `flash train` and `flash sft` call this before they resume a run, and when they say how to continue one.
+    A run that has ended is not done if `run.steps` of `config` is larger now. `flash train` and `flash sft` call this
+    before they resume a run, and when they say how to continue one.
     """
     directory = RunDirectory(config.run_dir)
     cluster = read_cluster(directory)  # its last content says how the run ended
@@ -178,14 +180,14 @@ def is_done(config: Config) -> bool:
 
 
 RunMark = tuple[int, int] | None
-"""Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is no run."""
+"""Inode and modification time (ns) of a run's config.toml, which differ for each launch; None if there is none."""
 
 
 def run_mark(config: Config) -> RunMark:
-    """Return the mark of the run that the run directory holds; None if it holds none.
+    """Return the mark of the run that the run directory holds; None if it holds none, or its file cannot be examined.
 
-    Each launch that gets as far as writing the configuration changes the mark. So comparing the marks before and after
-    a launch shows whether it has left anything to resume.
+    Each launch that gets as far as writing the configuration changes the mark. `flash.cli.train` compares the marks
+    before and after a launch, to see if the launch has left anything to resume.
     """
     try:
         found = RunDirectory(config.run_dir).config.stat()

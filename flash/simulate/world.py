@@ -2,8 +2,8 @@
 
 `flash simulate` calls `simulate`; tests and benchmarks also make a `World` and look into it while it runs. Engines,
 trainer and environments are simulated. There are no weights and no checkpoints, and an evaluation has one sample at the
-start and one at the end of the run. Deadlines that guard real hardware are lifted, so that a slow workload is simulated
-and does not fail. Only `env_step` keeps its deadline, and only if environments may stop forever.
+start and one at the end of the run. Deadlines of rollouts and steps are lifted (LIFTED_S), so that a slow workload does
+not fail. Only `env_step` keeps its deadline, and only if environments may stop forever.
 
 A report covers the time from the first lease of a training sample to the last commit. A lease is the assignment of one
 sample to a node, which delivers its result to the hub. A commit is the trainer's report of a finished step.
@@ -52,7 +52,7 @@ BUSY = "busy"
 
 
 def simulate(config: Config) -> SimReport:
-    """Run a configuration with a `[simulate]` table on a new virtual clock, and return the report.
+    """Run a configuration with a `[simulate]` table on a new virtual clock, and return the report. Blocks until then.
 
     Raises:
         FlashError: an error that would also stop the real run, such as BreakerError; ContractError if the tasks of the
@@ -77,8 +77,10 @@ def simulate(config: Config) -> SimReport:
 def lifted(config: Config, settings: SimulateConfig) -> Config:
     """Return the configuration that hub, nodes and trainer of a `World` get, instead of the user's.
 
-    It has one trainer rank and no GPU, since the number of GPUs and their speed are in `settings`. Its evaluations have
-    one problem and one sample, and its deadlines are lifted.
+    All keys of its tables `cluster` and `parallel` have their defaults, apart from the GPUs: one trainer rank and no
+    GPU, since `settings` has the number of GPUs and their speed. `World` takes `cluster.nodes` from the user's
+    configuration. Deadlines that a simulation can reach are LIFTED_S. `deadlines.env_step` is kept if
+    `settings.fail_stop` is above 0: without it, a sample would wait forever for an environment that has stopped.
     """
     deadlines = msgspec.structs.replace(
         config.deadlines,
@@ -94,6 +96,8 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
         config,
         cluster=ClusterConfig(gpus_per_node=0),
         parallel=ParallelConfig(),
+        # There are no weights to evaluate. The hub evaluates at the start and the end in any case (`every=0`), so this
+        # takes as little of the engines' time as possible.
         eval=msgspec.structs.replace(config.eval, every=0, problems=1, samples=1),
         deadlines=deadlines,
     )
@@ -253,7 +257,10 @@ class World:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Train all steps on the virtual clock. Returns the end of the run, or raises the error that ended it."""
+        """Train all steps on the virtual clock. Returns the end of the run.
+
+        Raises the error that ended it, in a group of exceptions.
+        """
         # Number of environments that were reset for each problem, on all nodes together, by the problem's seed.
         env_counts: Counter[int] = Counter()
         async with anyio.create_task_group() as group:
@@ -271,7 +278,7 @@ class World:
         """
 
         def make_env(kind: str) -> Environment:
-            """Return the environment of an episode. There is only one kind."""
+            """Return the environment of an episode. `kind`, its domain, changes nothing."""
             return SimEnvironment(self.workload, env_counts)
 
         def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
@@ -347,8 +354,9 @@ class World:
         """Return the report of the run, after `run` has returned `end`.
 
         `real_s` are the real seconds that the simulation took. `lag_s` are the real seconds that 99 % of the passes of
-        its event loop did not exceed. Both are 0 if they were not measured. Raises ConfigError if the run took no
-        virtual time, so that it has no rates.
+        its event loop did not exceed. Both are 0 if they were not measured. The run must have made a step.
+
+        Raises ConfigError if the run took no virtual time, so that it has no rates.
         """
         begun, commits = self._first_lease_at or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
@@ -434,7 +442,10 @@ class _TimedLoop(VirtualLoop):
         super().jump(seconds)
 
     def lag(self, share: float) -> float:
-        """Return the real seconds that this share of the passes did not exceed, rounded up to LAG_BUCKET_S."""
+        """Return the real seconds that this share of the passes did not exceed, rounded up to LAG_BUCKET_S.
+
+        `share` is from 0 to 1. Returns 0 if no pass was recorded.
+        """
         uncounted = share * self._passes.total()
         for bucket, count in sorted(self._passes.items()):
             uncounted -= count
@@ -444,7 +455,10 @@ class _TimedLoop(VirtualLoop):
 
 
 def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide seconds by their total. Names without time are left out."""
+    """Return the shares of `total` that the seconds of each name have. Names without time are left out.
+
+    `total` is above 0. It may be more than the sum of the seconds.
+    """
     return {name: part / total for name, part in seconds.items() if part > 0}
 
 

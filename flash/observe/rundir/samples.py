@@ -217,7 +217,7 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
 
 
 def _numbers(values: bytes) -> list[float]:
-    """Return the numbers that bytes hold as little-endian float32."""
+    """Return the numbers that bytes hold as little-endian float32. Raises ValueError if a part of a number is left."""
     return np.frombuffer(values, dtype="<f4").tolist()
 
 
@@ -256,7 +256,9 @@ def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample])
 def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
     """Return the readable samples of a step, or of one group of it; empty if the file is missing or damaged.
 
-    `group_id` None means all groups. Raises RunDirectoryError if this user has no permission to read the file.
+    Rows that do not have the form of a sample are left out. `group_id` None means all groups.
+
+    Raises RunDirectoryError if this user has no permission to read the file.
     """
     rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
     return [found for row in rows if (found := _sample(row)) is not None]
@@ -264,6 +266,8 @@ def read_samples(directory: RunDirectory, step: int, group_id: int | None = None
 
 def read_outlines(directory: RunDirectory, step: int) -> list[SampleOutline]:
     """Return the readable samples of a step without their tokens; empty if the file is missing or damaged.
+
+    Rows that do not have the form of a sample are left out.
 
     Raises RunDirectoryError if this user has no permission to read the file.
     """
@@ -286,9 +290,11 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
     """Delete every second file, again and again, until the other files have at most `most_bytes` together.
 
     Returns the bytes of the files that are left. The first and the last file are always kept, also if they are larger.
+    Only one thread may write and thin the samples of a run.
 
     Raises:
         RunDirectoryError: a file cannot be deleted.
+        OSError: the size of a file cannot be read.
     """
     files = [samples_of(directory, step) for step in sampled_steps(directory)]
     sizes = {file: file.stat().st_size for file in files}
@@ -343,20 +349,26 @@ def _cell(sample: Sample, name: str) -> Any:
 
 
 def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file of samples, with these columns only.
+    """Return the rows of a file of samples, with these columns only. Each row is a dict from the column to its value.
 
-    `group_id` chooses the rows of one group; None means all. The result is empty if the file is missing, damaged, or of
-    another version of Flash. Raises RunDirectoryError if this user has no permission to read it.
+    `group_id` chooses the rows of one group, for which `columns` must have "group_id"; None means all rows. The result
+    is empty if the file is missing or damaged, or lacks one of the columns. Columns are found by their places in
+    SCHEMA: a file of another version of Flash, with other places, gives other columns, which `_converted` refuses.
+
+    Raises RunDirectoryError if this user has no permission to read the file.
     """
+    assert group_id is None or "group_id" in columns, "the rows of a group are found by this column"
     options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])
     try:
         if not file.is_file():  # a pipe would block
             return []
         with pa.OSFile(str(file)) as source:
             table = ipc.open_file(source, options=options).read_all()
+            # A damaged file may have lengths beyond its end, or text that is not UTF-8. Reading them could crash.
             table.validate(full=True)
             if group_id is not None:
                 table = table.filter(pc.field("group_id") == group_id)
+            # "lossy": of equal keys in a damaged map the last one counts. "strict" would raise KeyError.
             return table.to_pylist(maps_as_pydicts="lossy")
     except PermissionError as error:
         raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error
@@ -365,7 +377,7 @@ def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> li
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    """Return the sample of a row of the file; None if the row does not have the form of one. Changes `row`."""
+    """Return the sample of a row of the file, with all columns; None if it does not have that form. Changes `row`."""
     # In the file, the values of tokens are columns of their own.
     row["values"] = {name: row.get(name) for name in TokenValues.__struct_fields__}
     # `Span` and `VersionRun` are encoded as arrays (`array_like`), so msgspec expects tuples and no dicts.

@@ -199,7 +199,10 @@ class SimRecorder(MemoryObserver):
             self._disk.do(write)
 
     def step(self, row: Any) -> Wish | None:
-        """Append the row of a step to the metrics file. Returns None, since this observer wishes nothing of the hub."""
+        """Append the row of a step to the metrics file. Returns None, since this observer wishes nothing of the hub.
+
+        Like `evaluation` and `ledger`, raises RunDirectoryError if the disk is full.
+        """
         self._do(lambda: self._directory.append_metrics(row))
         return None
 
@@ -269,12 +272,15 @@ class SimJoinedNode(JoinedNode):
         cluster: has the network and makes the node.
         process: process of the node.
         config: the run's configuration.
-        digest: digest of the configuration, as the hub describes its run.
+        digest: digest of the configuration, from the hub's description of its run. If a later hub has another one, the
+            loop ends with WITH_PEER, and `Cluster.keep_node` starts a new process.
     """
 
     def __init__(self, cluster: Cluster, process: Process, config: Config, digest: str) -> None:
-        # Node numbers of the job below `trainer_nodes` are machines with ranks; this node has none.
-        super().__init__(config, ProcessOrder(config.cluster.trainer_nodes, digest=digest), None)
+        # `node` is the machine's number in its job. Machines below `trainer_nodes` have ranks; this is the first number
+        # without ranks. All nodes here share it, because the hub gives each its number in the run.
+        order = ProcessOrder(node=config.cluster.trainer_nodes, digest=digest)
+        super().__init__(config, order, token=None)  # only the real search for a hub uses the token
         self._cluster = cluster
         self._process = process
 
@@ -308,7 +314,10 @@ class SimJoinedNode(JoinedNode):
 
     @asynccontextmanager
     async def connect(self, address: HubAddress) -> AsyncGenerator[p.HubCaller]:
-        """Connect to the hub that serves now, for the time of the block. `address` is always the same here."""
+        """Connect to the hub that serves now, for the time of the block. `address` is always the same here.
+
+        Raises TransportError if no hub accepts the connection within deadlines.request.
+        """
         async with self._cluster.connected(self._process, "guest-1", self._config.deadlines.request) as hub:
             yield hub
 
