@@ -321,6 +321,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer that the next piece is read into, of `PIECE` bytes. asyncio calls this before each read.
+        Its `sizehint` is not used.
 
         It is larger while a body with a known length arrives, because h11 does not parse such a body byte by byte. But
         at most `PIECE` bytes beyond the end of that body are read, because the next request may follow.
@@ -367,7 +368,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with an error. uvicorn calls this when h11 cannot parse the bytes.
+        """Answer bytes that are not HTTP with the error `msg`. uvicorn calls this when h11 cannot parse the bytes.
 
         If the application is still answering an earlier request, it is notified that the client has left. This error
         replaces that answer, unless a part of the answer was sent already; then the connection is aborted.
@@ -453,8 +454,9 @@ def http_protocol(limits: HttpLimits, connections: int) -> Any:
 async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
     """Accept connections at a bound socket during the block; the block begins when the socket listens.
 
-    `flash.http.server.serving` is the only caller. When the block ends, requests in progress have a time to finish,
-    which `config` gives. Then uvicorn cancels them. The server runs in a task of its own, and an error of it ends the
+    `flash.http.server.serving` is the only caller. `config` has uvicorn's settings, and `bound` is the socket, which
+    does not listen yet. When the block ends, requests in progress have a time to finish, which `config` gives. Then
+    uvicorn cancels them. The server runs in a task of its own, and an error of it ends the
     block. An error of the block cancels the server at once.
     """
     server = _Server(config)

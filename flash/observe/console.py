@@ -92,7 +92,10 @@ class Console:
     """
 
     def __init__(self, config: Config, stream: TextIO | None = None) -> None:
-        """Start the live line if the output is a terminal. `stream` None means the standard output."""
+        """Start the live line if the output is a terminal.
+
+        `config` is the run's configuration. `stream` None means the standard output.
+        """
         self._config = config
         self._output = cast("TextIO", _Output(sys.stdout if stream is None else stream))
         self._live = _Live(config.run.steps, self._output) if self._output.isatty() else None
@@ -228,7 +231,7 @@ def environment_lines(row: Row) -> list[str]:
 
 
 def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
-    """Return a line for each k with the mean best reward of k answers and its interval.
+    """Return a line for each of `found`: for one k, the mean best reward of k answers and its interval.
 
     `binary`: True if each reward is 0 or 1; the lines then say pass@k.
     """

@@ -410,7 +410,10 @@ def _carried(config: Config, folder: Path) -> Config:
 
 
 def _origin(config: Config, planned: ReplayPlan) -> str:
-    """Return where the weights of `model/` can be found, as a noun phrase without a path of this machine."""
+    """Return where the weights of `model/` can be found, as a noun phrase without a path of this machine.
+
+    `planned` has the checkpoint that the bundle begins with; None: the run's first model.
+    """
     path, source = config.model.path, config.model.fetch
     if planned.checkpoint is not None and config.lora is None:
         name = f"{config.run.name}/checkpoints/{planned.checkpoint.name}"
@@ -445,7 +448,7 @@ def _shrink(folder: Path) -> None:
 
 
 def _forget_paths(folder: Path) -> None:
-    """Remove paths of this machine from the JSON files in which transformers describes a model and its tokenizer.
+    """Remove paths of this machine from the JSON files in `folder` that describe a model and its tokenizer.
 
     Keys that name code are removed, too, because a reader of bundles refuses them (`flash.run.bundle`).
     """

@@ -108,7 +108,7 @@ class RecordedHistory:
         return await run_sync(self._recorder.batches.of, step)
 
     def same_weights(self, one: Published, other: Published) -> bool:
-        """Return True if the weights of both publications have equal fingerprints (checksums).
+        """Return True if the weights of two publications have equal fingerprints (checksums).
 
         When ranks have trained a step again, the hub compares their weights with those of the first time.
         """
@@ -365,6 +365,8 @@ def refuse_idle_requeues(config: Config) -> None:
 
     Raises:
         RequeueError: more than MOST_IDLE consecutive incarnations began without progress.
+        CheckpointError: the manifest of the newest checkpoint cannot be read.
+        RunDirectoryError, OSError: the file of the count cannot be written.
     """
     file = config.run_dir / REQUEUES_FILE
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -387,7 +389,8 @@ def refuse_idle_requeues(config: Config) -> None:
 def _first_version(config: Config) -> int:
     """Return the version at which this start of the job begins; −1 if there is neither a checkpoint nor a step.
 
-    Steps after the newest checkpoint count if the journal allows the run to go on after them (`reach`).
+    Steps after the newest checkpoint count if the journal allows the run to go on after them (`reach`). Raises
+    CheckpointError if the manifest of that checkpoint cannot be read.
     """
     checkpoint = newest_complete(config.run_dir)
     version = -1 if checkpoint is None else read_manifest(checkpoint).version

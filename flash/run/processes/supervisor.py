@@ -154,7 +154,8 @@ class Processes:
         return ended
 
     def process(self, role: str, file: Path, order: ProcessOrder, variables: Mapping[str, str]) -> ForkedProcess:
-        """Return a new process that is not started yet. Tests replace this method."""
+        """Return a new process that is not started yet. Tests replace this method. The parameters are those of
+        `JobProcess`."""
         assert self._server is not None, "`fork_from` names the server before `run`"
         return JobProcess(self._server, role, file, order, variables)
 
