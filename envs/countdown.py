@@ -133,7 +133,7 @@ class Countdown:
         """
         self._problem = draw(random.Random(seed), self._options, held_out=is_held_out(seed))
         text = self._text(self._problem)
-        # A text continues as plain tokens, for models without a chat template; a list of messages goes through it.
+        # Messages pass through the model's chat template; a plain text does not.
         return text if self._options.template == "plain" else [Message("user", text)], {}
 
     async def step(self, action: str) -> StepResult:

@@ -88,7 +88,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Number of open connections from which on requests get 503, or half of the files that the process may open if that
     is less. At least 2."""
     strangers: int = 512
-    """Largest number of connections that have not shown a valid token yet. One more ends the oldest of them."""
+    """Largest number of connections that have not shown a valid token yet. One more ends the oldest of them. At
+    least 1."""
     token_share: float = 0.25
     """Share of `connections` and of `held_bytes` that one bounded token may have (`HttpConnection.hold`)."""
 
@@ -216,8 +217,8 @@ class SendTimer:
     def _check(self) -> None:
         """End the connection if the client reads too slowly; else measure again. Called by the timer.
 
-        The limit is `bytes_per_s` on average. A client that was faster before may be slower for a time, of at most one
-        measurement without a byte.
+        The limit is `bytes_per_s` on average: a client that was faster before may be slower for a time. But one
+        measurement in which no byte was read always ends the connection.
         """
         # uvicorn lets the application write nothing while bytes wait, so the client has read the difference. Bytes are
         # read in bursts, because the client's kernel accepts more only when much of its buffer is free. So the bytes
@@ -456,8 +457,8 @@ async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenera
 
     `flash.http.server.serving` is the only caller. `config` has uvicorn's settings, and `bound` is the socket, which
     does not listen yet. When the block ends, requests in progress have a time to finish, which `config` gives. Then
-    uvicorn cancels them. The server runs in a task of its own, and an error of it ends the
-    block. An error of the block cancels the server at once.
+    uvicorn cancels them. The server runs in a task of its own, and an error of it ends the block. An error of the block
+    cancels the server at once.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:

@@ -150,7 +150,7 @@ class Recorder:
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
-        """Print warnings: those of receivers."""
+        """Print warnings, which come from the receivers, each as a line."""
         for text in texts:
             self._console.warn(text)
 
@@ -241,7 +241,7 @@ class Recorder:
     def cluster(self, hub: HubNow) -> None:
         """Start to write a state of the cluster. One comes every `flash.observe.cluster.EVERY_S` seconds.
 
-        An error of the write is printed as a warning.
+        The first error of such a write is printed as a warning, when a later state comes.
         """
         if warning := self._cluster.show(hub):
             self._console.warn(warning)
