@@ -79,8 +79,8 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
 
     All keys of its tables `cluster` and `parallel` have their defaults, apart from the GPUs: one trainer rank and no
     GPU, since `settings` has the number of GPUs and their speed. `World` takes `cluster.nodes` from the user's
-    configuration. Deadlines that a simulation can reach are LIFTED_S. `deadlines.env_step` is kept if
-    `settings.fail_stop` is above 0: without it, a sample would wait forever for an environment that has stopped.
+    configuration. The deadlines below are LIFTED_S, and the others are the user's. `deadlines.env_step` is the user's,
+    too, if `settings.fail_stop` is above 0: without it, samples would wait forever for environments that have stopped.
     """
     deadlines = msgspec.structs.replace(
         config.deadlines,

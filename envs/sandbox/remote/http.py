@@ -237,8 +237,8 @@ class HttpClient:
     ) -> httpx.Response:
         """Send a call and return its response. If a connection breaks, repeats the call as long as that is safe.
 
-        All attempts together get no more time than one: `seconds` and `MARGIN_S`. The last attempt begins within
-        `REPEAT_S` seconds. Other calls may run at the same time.
+        All attempts together get no more time than one: `seconds` and `MARGIN_S`. The last attempt begins within this
+        time, and within `REPEAT_S` seconds. Other calls may run at the same time.
 
         Args:
             method: HTTP method.
