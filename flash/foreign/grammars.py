@@ -14,8 +14,11 @@ A response that moves to another engine continues there after its own tokens. vL
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from fractions import Fraction
+from math import ceil, floor, isfinite
 from typing import Any
 
 import anyio
@@ -81,6 +84,16 @@ FORMATS = frozenset(
 """Formats of strings that xgrammar enforces. It ignores all others."""
 LOOKS_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 """Beginnings of the parts of a regular expression that xgrammar ignores."""
+CHARACTERS = re.compile(
+    r"\[(?P<set>(?:\\.|[^\]\\])*)\]|\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\u\{(?P<long>[0-9a-fA-F]+)\}|\\?.",
+    re.DOTALL,
+)
+"""Part of a regular expression: a set of characters in brackets, or one character, which may be escaped."""
+UNSAFE = ('"', '\\"', "\\\\", "\\n", "\\t", "\\r", "\\f", "\\v", "\\0", "\\c")
+"""Beginnings of the parts of regular expressions that stand for a quotation mark, a backslash or a control character.
+Strings in JSON escape them, but xgrammar writes them as they are."""
+DIGITS = 6
+"""Number of digits after the point of the numbers that xgrammar writes between two limits."""
 
 
 def schema_fault(schema: dict[str, Any]) -> str | None:
@@ -96,8 +109,10 @@ def schema_fault(schema: dict[str, Any]) -> str | None:
             continue
         if not isinstance(part, dict):
             return f"{place} is not a JSON schema: expected an object"
-        if (fault := next(_faults(part), None)) is not None:
+        if (fault := next(_faults(part, schema), None)) is not None:
             return f"{place} {fault}"
+        if _is_circular(part, schema):
+            return f"{place} has references that lead in a circle, so no value can follow it"
         for keyword in NAMED_PARTS:
             parts += [(each, f"{place}.{keyword}.{name}") for name, each in part.get(keyword, {}).items()]
         for keyword in LISTED_PARTS:
@@ -106,8 +121,8 @@ def schema_fault(schema: dict[str, Any]) -> str | None:
     return None
 
 
-def _faults(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the faults of one object of a schema, without those of its parts. Each begins with a verb.
+def _faults(schema: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
+    """Yield the faults of one object of the schema `whole`, without those of its parts. Each begins with a verb.
 
     The caller takes only the first fault, so later checks may assume the forms that earlier ones have found right.
     """
@@ -125,10 +140,21 @@ def _faults(schema: dict[str, Any]) -> Iterator[str]:
     for keyword in sorted(UNENFORCED & keys):
         if schema[keyword] is not False:  # `"uniqueItems": false` asks for nothing
             yield f"has the keyword `{keyword}`, which engines cannot enforce"
+    for keyword in ("type", "enum", "anyOf", "oneOf", "allOf"):
+        if schema.get(keyword) == []:
+            yield f"has an empty `{keyword}`: expected at least one entry"
     typed = [keyword for keywords in TYPED.values() for keyword in keywords if keyword in keys]
     for keyword in WHOLE_FORMS:
         if keyword in keys and (beside := [*typed, *(other for other in WHOLE_FORMS if other in keys - {keyword})]):
             yield f"has `{keyword}` together with `{beside[0]}`: engines enforce only one of the two"
+    # Beside these keywords xgrammar ignores the type, so the type must say nothing new.
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in keys else [])]
+    if types and not all(any(_has_type(value, kind) for kind in types) for value in values):
+        yield "has a value that is not of its `type`: engines enforce only the list of values"
+    for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
+        parts = [schema] if keyword == "$ref" else schema.get(keyword, [])
+        if types and keyword in keys and not all(_allows_only(types, each, whole) for each in parts):
+            yield f"has `{keyword}` together with `type`: engines enforce only `{keyword}`"
     for kind, keywords in TYPED.items():
         named = kind in types or (kind == "number" and "integer" in types)
         if not named and (untyped := [keyword for keyword in keywords if keyword in keys]):
@@ -143,13 +169,109 @@ def _faults(schema: dict[str, Any]) -> Iterator[str]:
     for keyword in ("pattern", "format"):
         if keyword in keys and lengths:
             yield f"has `{keyword}` together with `{lengths[0]}`: engines enforce only one of the two"
-    if any(beginning in schema.get("pattern", "") for beginning in LOOKS_AROUND):
-        yield "has a `pattern` that looks ahead or behind, which engines cannot enforce"
+    for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", {})):
+        if any(beginning in pattern for beginning in LOOKS_AROUND):
+            yield "has a `pattern` that looks ahead or behind, which engines cannot enforce"
+        if _is_unsafe(pattern):
+            yield "has a `pattern` with a quotation mark, backslash or control character, which engines do not escape"
+    if _is_narrow(schema):
+        yield f"allows only numbers with more than {DIGITS} digits after the point, which engines do not write"
+    required = schema.get("required", ())
+    if missing := [name for name in required if not isinstance(name, str) or name not in schema.get("properties", {})]:
+        yield f"requires {missing[0]!r}, which is not in its `properties`: engines enforce only names that are there"
+    # xgrammar counts a property twice if the text has its name twice.
+    if schema.get("minProperties", 0) not in (0, 1) and any(
+        schema.get(keyword, False) is not False
+        for keyword in ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+    ):
+        yield "has `minProperties` beside properties of any name, which a text may repeat"
     patterns = schema.get("patternProperties", {})
     if len(patterns) > 1 or (patterns and "properties" in keys):
         yield "has `patternProperties` beside other properties: engines enforce only one of them"
     if "propertyNames" in keys and keys & {"properties", "patternProperties"}:
         yield "has `propertyNames` beside other properties: engines enforce only one of them"
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    """Return True if a JSON value has a type of `TYPES`."""
+    if kind in ("number", "integer"):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (kind == "number" or value == value // 1)
+    classes = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    return isinstance(value, classes[kind])
+
+
+def _target(reference: str, whole: dict[str, Any]) -> Any:
+    """Return the part of the schema `whole` that a reference such as `#/$defs/name` names; None if there is none."""
+    part: Any = whole
+    for name in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        part = part.get(name) if isinstance(part, dict) else None
+    return part
+
+
+def _allows_only(types: list[str], part: Any, whole: dict[str, Any]) -> bool:
+    """Return True if a part of the schema `whole` certainly allows only values of some types."""
+    if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+        part = _target(part["$ref"], whole)
+    if not isinstance(part, dict):
+        return False
+    values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
+    if values:
+        return all(any(_has_type(value, kind) for kind in types) for value in values)
+    own = part.get("type", [])
+    own = [own] if isinstance(own, str) else own
+    return bool(own) and all(each in types or (each == "integer" and "number" in types) for each in own)
+
+
+def _is_circular(part: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Return True if a part of the schema `whole` is only a reference, and its references lead in a circle.
+
+    A reference that names no part is no circle: xgrammar refuses it with an error message of its own.
+    """
+    seen = list[dict[str, Any]]()
+    each: Any = part
+    while isinstance(each, dict):
+        if any(each is other for other in seen):
+            return True
+        seen.append(each)
+        if isinstance(each.get("$ref"), str):
+            each = _target(each["$ref"], whole)
+        else:
+            only = [each[keyword] for keyword in LISTED_PARTS[:3] if isinstance(each.get(keyword), list)]
+            each = only[0][0] if only and len(only[0]) == 1 else None
+    return False
+
+
+def _is_unsafe(pattern: str) -> bool:
+    """Return True if a regular expression names a character that strings in JSON escape.
+
+    xgrammar removes such characters from a set of several characters, so these are safe.
+    """
+    for part in CHARACTERS.finditer(pattern):
+        if part["set"] is not None:
+            one = CHARACTERS.fullmatch(part["set"])
+            if one is None:
+                continue
+            part = one
+        code = part["x"] or part["u"] or part["long"]
+        letter = part[0] if code is None else chr(min(int(code, 16), 127))
+        if letter.startswith(UNSAFE) or letter < " ":
+            return True
+    return False
+
+
+def _is_narrow(schema: dict[str, Any]) -> bool:
+    """Return True if the limits of a number leave no number with `DIGITS` digits after the point."""
+    keywords = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    limits = {keyword: schema[keyword] for keyword in keywords if keyword in schema}
+    if not all(_has_type(limit, "number") and isfinite(limit) for limit in limits.values()):
+        return False  # xgrammar refuses these limits itself
+    scaled = {keyword: Fraction(repr(limit)) * 10**DIGITS for keyword, limit in limits.items()}
+    least = [ceil(scaled["minimum"])] if "minimum" in scaled else []
+    least += [floor(scaled["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in scaled else []
+    most = [floor(scaled["maximum"])] if "maximum" in scaled else []
+    most += [ceil(scaled["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in scaled else []
+    return bool(least and most) and max(least) > min(most)
 
 
 # -- structural tags -------------------------------------------------------------------------------------------------
