@@ -28,6 +28,14 @@ NOW = {"type": "object", "properties": {"now": {"type": "boolean"}}, "additional
 STOP: Tool = {"type": "function", "function": {"name": "stop", "parameters": NOW}}
 
 
+def nested(levels: int, format: str = "date") -> dict[str, Any]:
+    """Return the schema of lists in each other, with a string of a format inside."""
+    schema: dict[str, Any] = {"type": "string", "format": format}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("schema", "fault"),
     [
@@ -80,10 +88,7 @@ def test_a_schema_that_engines_would_ignore_in_part_is_refused_with_the_place(
 
 
 def test_a_deep_schema_is_searched_to_the_bottom() -> None:
-    schema: Any = {"type": "string", "format": "colour"}
-    for _ in range(3000):
-        schema = {"type": "array", "items": schema}
-    assert "format 'colour'" in (schema_fault(schema) or "")
+    assert "format 'colour'" in (schema_fault(nested(3000, "colour")) or "")
 
 
 def tokenizer_of(name: str, folder: Path, *, reasoning: bool = False) -> HfTokenizer:
@@ -162,6 +167,10 @@ def test_a_response_that_is_sampled_in_a_form_is_parsed_in_that_form(name: str, 
             r"in the schema of the function f, \$ refers to another document",
         ),
         (ResponseForm({"$ref": "#/$defs/a"}), [], "cannot have this form"),
+        (ResponseForm({"enum": [{1, 2}, object()]}), [], "it cannot be written as JSON"),
+        (ResponseForm({"enum": ["\ud800"]}), [], "it cannot be written as JSON"),
+        (ResponseForm(nested(400)), [], "cannot have this form"),
+        (ResponseForm(nested(3000)), [], "it cannot be written as JSON"),
     ],
 )
 def test_a_form_that_engines_cannot_enforce_is_refused(

@@ -49,7 +49,10 @@ class Grammars:
         Raises:
             EnvError: the form is invalid, or engines cannot enforce it. The message names the fault.
         """
-        key = msgspec.json.encode((form, tools), order="deterministic")
+        try:
+            key = msgspec.json.encode((form, tools), order="deterministic")
+        except (TypeError, UnicodeEncodeError, RecursionError) as error:
+            raise EnvError(f"a response cannot have this form: it cannot be written as JSON: {error}") from error
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._make(form, tools)
@@ -85,6 +88,6 @@ class Grammars:
                 assert form.schema is not None, "functions are offered only with a parser"
                 tag = text_tag(form.schema)
             check_tag(tag)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # JSON may be too deep here that was not too deep above
             raise EnvError(f"a response cannot have this form: {error}") from error
         return Grammar(tag, self._reasoning)
