@@ -92,6 +92,9 @@ CHARACTERS = re.compile(
 UNSAFE = ('"', '\\"', "\\\\", "\\n", "\\t", "\\r", "\\f", "\\v", "\\0", "\\c")
 """Beginnings of the parts of regular expressions that stand for a quotation mark, a backslash or a control character.
 Strings in JSON escape them, but xgrammar writes them as they are."""
+MOST_LETTERS = 1 << 15
+"""Largest number of letters in the names of properties and in the values of `enum` and `const` of a schema. xgrammar
+takes minutes for some 60,000 of them, and all other forms of the engine wait meanwhile."""
 DIGITS = 6
 """Number of digits after the point of the numbers that xgrammar writes between two limits."""
 
@@ -103,6 +106,7 @@ def schema_fault(schema: dict[str, Any]) -> str | None:
     this, because engines would sample texts that break the schema.
     """
     parts: list[tuple[object, str]] = [(schema, "$")]  # schemas to examine, each with its path
+    letters = 0
     while parts:
         part, place = parts.pop()
         if isinstance(part, bool):  # true permits all values, and false none
@@ -113,6 +117,10 @@ def schema_fault(schema: dict[str, Any]) -> str | None:
             return f"{place} {fault}"
         if _is_circular(part, schema):
             return f"{place} has references that lead in a circle, so no value can follow it"
+        fixed = [*part.get("properties", ()), *part.get("enum", ()), part.get("const", "")]
+        letters += sum(len(value if isinstance(value, str) else repr(value)) for value in fixed)
+        if letters > MOST_LETTERS:
+            return f"{place} is too large: names and fixed values of a schema may have {MOST_LETTERS:,} letters in all"
         for keyword in NAMED_PARTS:
             parts += [(each, f"{place}.{keyword}.{name}") for name, each in part.get(keyword, {}).items()]
         for keyword in LISTED_PARTS:

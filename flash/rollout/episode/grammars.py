@@ -76,12 +76,12 @@ class Grammars:
             schemas["the JSON schema"] = form.schema
         for name, tool in offered.items() if form.calling else ():
             schemas[f"the schema of the function {name}"] = tool["function"].get("parameters") or {}
-        for of, schema in schemas.items():
-            if (fault := schema_fault(schema)) is not None:
-                raise EnvError(f"a response cannot have this form: in {of}, {fault}")
         # The choice of a call as the parsers take it: a name, "required", "auto" (a call or text), or None (no call).
         call = {"": "auto", ANY_CALL: "required"}.get(form.call, form.call) if form.calling else None
         try:
+            for of, schema in schemas.items():
+                if (fault := schema_fault(schema)) is not None:
+                    raise EnvError(f"a response cannot have this form: in {of}, {fault}")
             if self._parsers is not None:
                 tag = self._parsers.tag(None if form.call else form.schema, tools, call=call, single=form.single)
             else:
