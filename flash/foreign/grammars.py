@@ -85,7 +85,8 @@ FORMATS = frozenset(
 LOOKS_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 """Beginnings of the parts of a regular expression that xgrammar ignores."""
 CHARACTERS = re.compile(
-    r"\[(?P<set>(?:\\.|[^\]\\])*)\]|\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\u\{(?P<long>[0-9a-fA-F]+)\}|\\?.",
+    r"\[(?P<set>(?:\\.|[^\]\\])*)\]"
+    r"|\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\u\{(?P<long>[0-9a-fA-F]+)\}|\\?.",
     re.DOTALL,
 )
 """Part of a regular expression: a set of characters in brackets, or one character, which may be escaped."""
