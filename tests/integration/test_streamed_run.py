@@ -129,7 +129,9 @@ def test_a_run_that_was_interrupted_in_the_middle_of_a_step_is_resumed_and_repla
     hold.unlink()
     done = len(run.rows())
     saved = [int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").glob("step-*")]
-    saves = minibatches == 1 or f"writing a checkpoint of version {done}" in run.text()
+    # After an update in the middle of a step, no checkpoint can be written. On a slow machine the late groups may have
+    # begun before they were held: then the step is finished, and a checkpoint is written.
+    saves = minibatches == 1 or "writing a checkpoint" in run.text()
     assert saved == ([done] if saves else []), run.text()
     resumed = start(*overrides, f"run.steps={done + 2}", "--resume")
     assert resumed.wait() == 0, resumed.text()
