@@ -8,7 +8,8 @@ endpoint, one on each rollout node; each episode has its own API key, which is v
 An agent that only appends messages has an episode of one sequence of tokens. An agent that rewrites or drops messages,
 sends requests in parallel, or repeats a request begins branches; each branch is a sequence of its own. The place of a
 request is the branch that it continues and the number of that branch's responses that its messages contain. Parallel
-requests are answered one after the other, in the order in which they arrived.
+requests become actions one after the other, in the order in which they arrived, but their responses are sampled in
+parallel (`flash.rollout.episode.ahead`).
 
 An agent that fails is an error of the environment, with two exceptions: a limit of the run refused one of its requests,
 or the last response that it got was cut off. Then the episode is truncated and judged on an empty answer. A retry

@@ -278,6 +278,7 @@ def add_plan(commands: CommandParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--card-gib",
         type=float,
+        metavar="GIB",
         default=80.0,
         help="Memory of one GPU, in GiB. Without GPUs: memory of one trainer rank. Default: 80.",
     )

@@ -86,7 +86,7 @@ def add_bundle(commands: CommandParsers) -> argparse.ArgumentParser:
         type=int,
         required=True,
         metavar="N",
-        help="Step to bundle, with the steps between the newest checkpoint before it and this one.",
+        help="Step to bundle (required), with the steps between the newest checkpoint before it and this one.",
     )
     parser.add_argument(
         "-o",

@@ -234,7 +234,8 @@ class EvalConfig(Section, frozen=True):
     problems: Annotated[int, Meta(gt=0, le=1_000_000)] = 128
     """Number of held-out problems."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
-    """Number of answers per problem. If all rewards are 0 or 1, the best of these k answers gives pass@k."""
+    """Number of answers per problem; more than 1 needs a temperature above 0. If all rewards are 0 or 1, the best of
+    these k answers gives pass@k."""
     temperature: Annotated[float, Meta(ge=0, le=HIGHEST_TEMPERATURE)] = 0.0
     """Temperature of evaluation. 0: greedy decoding."""
 
