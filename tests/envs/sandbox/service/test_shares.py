@@ -212,9 +212,15 @@ async def test_a_call_that_the_end_of_the_service_has_cut_off_is_an_error(tmp_pa
         lease = world.service.pool.state.leases.of(sandbox.sandbox_id)
         errors: list[SandboxLostError] = []
 
+        begun = anyio.Event()
+
+        async def never_end() -> None:
+            begun.set()
+            await anyio.sleep_forever()
+
         async def ask(work: LeaseWork) -> None:
             try:
-                await work.once("key", b"", anyio.sleep_forever)
+                await work.once("key", b"", never_end)
             except SandboxLostError as error:
                 errors.append(error)
 
@@ -223,7 +229,7 @@ async def test_a_call_that_the_end_of_the_service_has_cut_off_is_an_error(tmp_pa
             open_service(world.service.pool, world.service.tokens) as service,
         ):
             clients.start_soon(ask, service.work(lease))
-            await anyio.wait_all_tasks_blocked()
+            await begun.wait()
         assert "the service ended during the call" in str(errors[0])
 
 
