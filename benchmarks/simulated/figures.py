@@ -68,6 +68,11 @@ def ours(config: Config, **rollout: object) -> SimReport:
     return simulate(change(config, rollout=rollout, train={"max_token_age": oldest or None}))
 
 
+def streamed(config: Config, ratio: float = 0) -> SimReport:
+    """Simulate our own code on a configuration with streamed steps (`train.stream`) at this async ratio."""
+    return ours(change(config, train={"async_ratio": ratio, "stream": True}))
+
+
 def capacity_s(config: Config, report: SimReport) -> float:
     """Return the least seconds of a step under any schedule. `report` is that of a simulated run of `config`.
 
@@ -246,8 +251,8 @@ def async_ratio(args: Args) -> list[Row]:
 
     The peer's column has the figures of ROLL Flash's rules. In rows named AReaL it has those of AReaL's rules, whose
     parameter η is the async ratio. AReaL's admission bounds the average age, and no age is checked when a sample is
-    trained. The last row has the age of the oldest trained token at a ratio of 2, if 1 % of the answers are forty times
-    longer: under AReaL's rules it is far above η.
+    trained. Streamed steps have rows of their own. The last row has the age of the oldest trained token at a ratio of
+    2, if 1 % of the answers are forty times longer: under AReaL's rules it is far above η.
     """
     batch, steps = (512, 5) if args.quick else (1024, 16)
     base = workload(
@@ -264,8 +269,16 @@ def async_ratio(args: Args) -> list[Row]:
         speed, bound = report.samples_per_s, batch / capacity_s(config, report)
         rows += [
             Row(f"{ratio}", "samples_per_s", "samples/s", speed, peer=peer.samples_per_s, bound=bound),
-            # This is not called `samples_per_s`, because the plot has a point for each row of that name.
+            # These are not called `samples_per_s`, because the plot has a point for each row of that name.
             Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", speed, peer=other.samples_per_s),
+            Row(
+                f"{ratio}, streamed",
+                "streamed_samples_per_s",
+                "samples/s",
+                streamed(config, ratio).samples_per_s,
+                peer=peer.samples_per_s,
+                bound=bound,
+            ),
         ]
     config = workload(
         "rlvr_long",
@@ -332,11 +345,14 @@ def scaling(args: Args) -> list[Row]:
 def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list[Row]:
     """Simulate `scaling` at one async ratio on each number of GPUs.
 
-    Returns a row with the throughput of each size, and a row with the scaling from the first size to the last.
+    Returns a row with the throughput of each size, and a row with the scaling from the first size to the last. At a
+    ratio of 2 there are also the scaling of synchronous training, and of streamed steps at a ratio of 0.
     """
     label = "long" if ratio == 2 else f"long, async ratio {ratio}"
     rows: list[Row] = []
-    sync: list[float] = []  # samples per second of synchronous training, on each number of GPUs
+    # Samples per second of synchronous training, and of streamed steps at a ratio of 0, on each number of GPUs.
+    sync: list[float] = []
+    stream: list[float] = []
     for gpus in sizes:
         config = workload(
             "rlvr_long",
@@ -351,6 +367,7 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
         rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
         if ratio == 2:
             sync.append(Synchronous.simulate(config, BaselineRules(env_async=True)).samples_per_s)
+            stream.append(streamed(config).samples_per_s)
     case = f"16 to 128 GPUs, {label}"
     ours_x, peer, bound = (getattr(rows[-1], name) / getattr(rows[0], name) for name in ("ours", "peer", "bound"))
     rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
@@ -358,6 +375,8 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
         rows += [
             Row(case, "reproduction_error", "share", abs(peer / SCALED - 1), at_most=LARGEST_ERROR),
             Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]),
+            Row(f"{case}, streamed at α = 0", "scaling", "x", stream[-1] / stream[0]),
+            Row(f"{sizes[-1]} GPUs, streamed at α = 0 over synchronous", "stream_speedup", "x", stream[-1] / sync[-1]),
         ]
     return rows
 
@@ -371,10 +390,11 @@ CHAINS = {"alfworld": ((1.58, 2.27, 2.72), (8, 1)), "swe": ((1.23, 1.68, 1.81), 
 def end_to_end(args: Args) -> list[Row]:
     """Compare synchronous training with ROLL Flash's techniques, added one after the other, and with Flash.
 
-    RLVR has 128 GPUs and long answers. The agentic workloads (`CHAINS`) get environments that step on their own, then
-    asynchronous training, then redundant environments; Flash has the same settings at each step. The baseline uses all
-    GPUs for generation and then for training, sends a prompt as one request, and steps its environments together. Its
-    step takes the sum of both phases. Quick runs have smaller batches, whose ratios differ from the published ones.
+    RLVR has 128 GPUs and long answers, and also a row of streamed steps at an async ratio of 0. The agentic workloads
+    (`CHAINS`) get environments that step on their own, then asynchronous training, then redundant environments; Flash
+    has the same settings at each step. The baseline uses all GPUs for generation and then for training, sends a prompt
+    as one request, and steps its environments together. Its step takes the sum of both phases. Quick runs have smaller
+    batches, whose ratios differ from the published ones.
     """
     smaller = {"batch_size": 512} if args.quick else {}
     fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}
@@ -383,6 +403,7 @@ def end_to_end(args: Args) -> list[Row]:
     peer_s = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).step_s
     report, published = ours(config), None if args.quick else 2.24
     rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), published)
+    rows.append(Row("RLVR, streamed at α = 0", "speedup", "x", baseline_s / streamed(config).step_s))
     return [*rows, *(row for name in CHAINS for row in agentic(name, args.quick))]
 
 
