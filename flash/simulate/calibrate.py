@@ -121,8 +121,9 @@ def calibrate(run_dir: Path) -> Calibration:
             f"{run_dir} cannot be calibrated from: expected the directory of a run with config.toml, samples.jsonl "
             f"and at least {LEAST_STEPS} steps in metrics.jsonl"
         )
-    # Load it as the configuration of a simulation: model and devices of the run need not exist on this machine.
-    config = load([directory.config], ["simulate={}"], simulated=True)
+    # Load it as the configuration of a simulation: model and devices of the run need not exist on this machine. The
+    # simulator's default prompt may be longer than the run's model allows.
+    config = load([directory.config], ["simulate={prompt_tokens=1}"], simulated=True)
     spans = directory.read_spans()
     # A sample without turns is refused here, before `gather`, which needs at least one turn.
     workload = fit_workload(samples)

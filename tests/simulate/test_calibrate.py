@@ -1,5 +1,6 @@
 """Calibration recovers the constants of a machine from what a run on it leaves behind."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -275,6 +276,13 @@ def test_a_run_whose_swaps_wait_for_its_responses_prefills_nothing_again(run_dir
         file.write_text(recorded.replace('swap = "recompute"', f'swap = "{swap}"'))
         fitted[swap] = calibrate(run_dir).table["prefill_s"]
     assert fitted["drain"] == fitted["keep"] != fitted["recompute"]
+
+
+def test_a_model_too_short_for_the_simulators_default_prompt_is_calibrated(run_dir: Path):
+    expected, file = calibrate(run_dir).table, run_dir / "config.toml"
+    short = re.sub(r"(?m)^max_length = .*$", "max_length = 256", file.read_text())
+    file.write_text(re.sub(r"(?m)^max_new_tokens = .*$", "max_new_tokens = 100", short))
+    assert calibrate(run_dir).table == expected
 
 
 def test_a_request_that_finds_all_places_taken_begins_when_one_is_free():
