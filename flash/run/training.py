@@ -18,7 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,12 +28,12 @@ import tomli_w
 from flash.config.decode import OVERRIDE, RECORDED
 from flash.config.load import FLASH_HOME, dump, flat, merge_tables
 from flash.config.models import PACKAGED
-from flash.config.objects import CALL_FOLDER, ENVIRONMENT_METHODS, own_folders
+from flash.config.objects import ENVIRONMENT_METHODS, own_folders
 from flash.config.shipping import import_paths
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.rundir import RunDirectory, writing
-from flash.run.command import notebook, run_command
+from flash.run.command import call_folder, notebook, run_command
 from flash.run.models import overrides_of_run
 from flash.run.processes.launch_state import ERROR_FILE, end_with_torchrun, use_torchrun_variables
 from flash.run.processes.supervisor import End, say
@@ -216,15 +216,15 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
     end_with_torchrun()
     # The mark of the run in the run directory, None without one. A launch that writes its configuration changes it.
     begun, before = time.time(), run_mark(call.config)
-    with writing(output_dir, "check that run.output_dir names a folder you may write to"):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        # The processes of the run import code from this folder, so that it is on the disk that all nodes share.
-        scratch = tempfile.TemporaryDirectory(prefix=CALL_FOLDER, dir=output_dir)
-    with scratch as folder:
-        file = call.put(Path(folder))
+    with ExitStack() as stack:
+        with writing(output_dir, "check that run.output_dir names a folder you may write to"):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            # The processes of the run import code from this folder, so that it is on the disk that all nodes share.
+            folder, lock = stack.enter_context(call_folder(output_dir))
+        file = call.put(folder)
         try:
             with _arguments_named(file):
-                code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook())
+                code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook(), [lock])
         except KeyboardInterrupt:
             code = End.INTERRUPTED
     if code != End.OVER:

@@ -35,12 +35,14 @@ if sys.argv[1] == "refuse":
     assert pid == str(os.getppid())
     Path(file).write_text(json.dumps({"error": sys.argv[2], "message": "no such thing"}))
     sys.exit(2)
+if sys.argv[1] == "open":
+    sys.exit(0 if os.path.exists(f"/proc/self/fd/{sys.argv[2]}") else 1)
 sys.stdout.write("".join(f"line {number}\\n" for number in range(int(sys.argv[2]))))
 print("flash: warning: look at this", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
-"""Program in place of `flash`. Its arguments choose the behaviour: wait for signals, refuse the input, or print
-lines and end with an exit code."""
+"""Program in place of `flash`. Its arguments choose the behaviour: wait for signals, refuse the input, look for an
+open file, or print lines and end with an exit code."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,13 @@ def test_a_notebook_shows_the_last_lines_and_the_warnings_in_one_block(capfd: py
     assert shown[-1] == "line 999"
     assert len(block.texts) < 100, "lines that come together are one update"
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_command_keeps_those_files_of_the_program_open_that_it_is_given(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as file:
+        number = file.fileno()
+        assert run_command(["open", str(number)], None, [number]) == 0
+        assert run_command(["open", str(number)], None) == 1
 
 
 @pytest.mark.parametrize("variable", ["FLASH_CALLER", "FLASH_LAUNCHER"])
