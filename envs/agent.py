@@ -129,7 +129,10 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             command = self.command
             return lambda base_url, api_key, task: run_command(command, base_url, api_key, task)
         assert self.function is not None
-        found: Any = load_object(self.function)
+        try:
+            found: Any = load_object(self.function)
+        except ConfigError as error:
+            raise ConfigError(f"`function`: {error}") from error
         try:
             inspect.signature(found).bind("base_url", "api_key", "task")
         except (TypeError, ValueError) as error:

@@ -130,7 +130,10 @@ class DatasetEnv:
         for place in (options.path, options.held_out_path):
             if place is not None:
                 source.columns(place)
-        load_verifier(options.scorer)
+        try:
+            load_verifier(options.scorer)
+        except ConfigError as error:
+            raise ConfigError(f"`{'verifier' if options.reward is None else 'reward'}`: {error}") from error
 
     @classmethod
     async def prepare(cls, options: DatasetOptions) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shlex
 import tempfile
 import time
@@ -31,6 +32,7 @@ from flash.config.models import PACKAGED
 from flash.config.objects import ENVIRONMENT_METHODS, own_folders
 from flash.config.shipping import import_paths
 from flash.config.tree import Config
+from flash.data.checks import check_examples, check_prompts
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.rundir import RunDirectory, writing
 from flash.run.command import call_folder, notebook, run_command
@@ -46,7 +48,14 @@ FILE = "run.toml"
 """Name of the configuration file that a command gets, in a temporary folder."""
 DATA_SET, AGENT = "envs.dataset:DatasetEnv", "envs.agent:Agent"
 """Environments that the arguments `data` and `agent` stand for."""
-
+KEYS = {
+    "model": "model.path",
+    "name": "run.name",
+    "steps": "run.steps",
+    "data": "sft.data",
+    "epochs": "sft.epochs",
+}
+"""Configuration keys of the arguments that stand for one key each."""
 Source = Config | str | Path | Sequence[str | Path]
 """Configuration to begin with: from `flash.load`, a file, or several files, of which later ones take precedence."""
 Named = type[Any] | Callable[..., Any] | str
@@ -96,7 +105,10 @@ def train(
         KeyboardInterrupt: the run was interrupted, and all of its processes have ended. It can be resumed.
     """
     given: dict[str, Any] = {"model": model, "data": data, "reward": reward, "env": env, "agent": agent}
-    return _run("train", written(config, **given, steps=steps, name=name, settings=settings), resume=resume)
+    call = written(config, **given, steps=steps, name=name, settings=settings)
+    if data is not None:
+        _check_prompts(data, call.config)
+    return _run("train", call, resume=resume)
 
 
 def sft(
@@ -135,7 +147,12 @@ def sft(
         sources.append(("argument `data`", {"sft": {"data": _path_of_rows(data)}}))
     if epochs is not None:
         sources.append(("argument `epochs`", {"sft": {"epochs": epochs}}))
-    return _run("sft", _written(config, (), sources, settings), resume=resume)
+    call = _written(config, (), sources, settings)
+    if data is not None:
+        with _data_named():
+            check_examples(_path_of_rows(data))
+    names = _names_of_arguments({"model": model, "data": data, "epochs": epochs, "name": name}, settings)
+    return _run("sft", call._replace(names=names), resume=resume)
 
 
 def evaluate(
@@ -186,13 +203,15 @@ def evaluate(
         agent=agent,
         settings=settings,
     )
+    if data is not None:
+        _check_prompts(data, call.config)
     with tempfile.TemporaryDirectory(prefix="flash-eval-") as name:
         folder = Path(name)
         file, result, transcripts = call.put(folder), folder / "result.json", folder / "episodes.jsonl"
         words = ["eval", str(file), "--json", str(result), "--transcripts", str(transcripts)]
         words += [] if chosen is None else ["--model", chosen]
         words += [] if samples is None else ["--samples", str(samples)]
-        with _arguments_named(file):
+        with arguments_named(call, file):
             code = run_command(words, notebook())
         if not result.is_file() or not transcripts.is_file():
             raise FlashError(f"the evaluation ended with exit code {code}; its output above shows the error")
@@ -223,7 +242,7 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
             folder, lock = stack.enter_context(call_folder(output_dir))
         file = call.put(folder)
         try:
-            with _arguments_named(file):
+            with arguments_named(call, file):
                 code = run_command([command, str(file), *(["--resume"] if resume else [])], notebook(), [lock])
         except KeyboardInterrupt:
             code = End.INTERRUPTED
@@ -232,7 +251,10 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
             end = "interrupted" if code == End.INTERRUPTED else "it failed; the lines above say why"
             again = f"flash {command} {shlex.quote(str(RunDirectory(run_dir).config))} --resume"
             say(f"{end}; go on with the argument resume=True, or with: {again}")
-        raise KeyboardInterrupt if code == End.INTERRUPTED else error_left(run_dir, since=begun)
+        if code == End.INTERRUPTED:
+            raise KeyboardInterrupt
+        with arguments_named(call, file):
+            raise error_left(run_dir, since=begun)
     # Each node of a job runs this program. The result is read on the first node alone, which has written it.
     return None if os.environ.get("FLASH_NODE_RANK", "0") != "0" else read_run(run_dir)
 
@@ -254,17 +276,21 @@ def error_left(run_dir: Path, since: float) -> FlashError:
 
 
 @contextmanager
-def _arguments_named(file: Path) -> Generator[None]:
+def arguments_named(call: Call, file: Path) -> Generator[None]:
     """Change a FlashError of the block so that it speaks of the arguments of the call, and raise it again.
 
-    The command in the block has read `file`, a temporary configuration that the caller has never seen. The names of
-    this file and of the setting `run.resume` are replaced.
+    The command in the block has read `file`, a temporary configuration that the caller has never seen. The name of this
+    file is replaced, and so are the keys that the caller has not written: `run.resume` and those of `call.names`.
     """
     try:
         yield
     except FlashError as error:
         text = str(error).replace(f" ({file})", "").replace(str(file), "the arguments")
-        error.args = (text.replace("`run.resume` (setting)", "`resume`"),)
+        text = text.replace("`run.resume` (setting)", "`resume`")
+        for beginning, named in call.names:
+            # An error with several problems has one in each line.
+            text = re.sub(rf"^((?:  - )?){beginning}", rf"\g<1>{named}", text, flags=re.MULTILINE)
+        error.args = (text,)
         raise
 
 
@@ -277,6 +303,8 @@ class Call(NamedTuple):
     """Configuration as TOML."""
     modules: dict[str, bytes]
     """Modules with functions and classes by value: from the name of each module's file to its content."""
+    names: Sequence[tuple[str, str]] = ()
+    """Arguments in place of configuration keys: patterns for the beginning of an error message, and replacements."""
 
     def put(self, folder: Path) -> Path:
         """Write the configuration and its modules into an existing folder. Returns the file of the configuration."""
@@ -310,7 +338,9 @@ def written(
     sources = _of_model(model, name)
     if steps is not None:
         sources.append(("argument `steps`", {"run": {"steps": steps}}))
-    return _written(config, overrides, [*sources, *_of_environment(config, data, reward, env, agent)], settings)
+    call = _written(config, overrides, [*sources, *_of_environment(config, data, reward, env, agent)], settings)
+    given = {"data": data, "reward": reward, "env": env, "agent": agent, "model": model, "name": name, "steps": steps}
+    return call._replace(names=_names_of_arguments(given, settings))
 
 
 def _written(
@@ -427,6 +457,34 @@ def _of_environment(
     return [(OVERRIDE, {"env": {"options": {}}}), ("arguments of the call", {"env": table})]
 
 
+def _names_of_arguments(given: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the names of arguments for `Call.names`.
+
+    Args:
+        given: value of each argument that stands for keys; None if it was not given.
+        settings: argument of that name. Keys of the caller's own are not replaced.
+    """
+    given = {argument: value for argument, value in given.items() if value is not None}
+    names = [(f"`{re.escape(key)}`", f"`{argument}`") for argument, key in KEYS.items() if argument in given]
+    # A message about options has the form "`env.options`: CLASS refuses them: `OPTION`: …".
+    refused = r"`env\.options`: (\w+) refuses them: "
+    if "reward" in given:
+        names.append((f"{refused}`reward`: ", "`reward`: "))
+    if "agent" in given:
+        names.append((f"{refused}`function`: ", "`agent`: "))
+    if "env" in given:
+        own_options = "options" in _nested(settings).get("env", {})
+        if "agent" in given:
+            names.append((rf"{refused}`tasks\.path`: ", "`env`: "))
+            names.append((rf"{refused}`tasks\.options\.", "`env.options.tasks.options."))
+            names += [] if own_options else [(refused, "`env`: ")]
+        else:
+            names.append((r"`?env\.path`?: ", "`env`: "))
+            names += [] if own_options else [(refused, r"`env`: \2 refuses its options: ")]
+    # The player of episodes calls the environment `env.path`. A call with `data` or `agent` has no such key.
+    return [*names, (r"env\.path: ", "")] if {"data", "agent"} & given.keys() else names
+
+
 def _object(argument: str, value: Named | None) -> Any:
     """Return an import path or None unchanged. A function or class is returned with the argument's name, as `_Object`,
     so that `_written` can replace it by an import path."""
@@ -471,6 +529,27 @@ def _path_of_rows(data: str | Path) -> str:
             "first"
         )
     return str(Path(data).absolute())
+
+
+def _check_prompts(data: str | Path, config: Config) -> None:
+    """Read the rows of the argument `data`, and refuse those that have no prompt or lack an answer.
+
+    `config` is the configuration that the call results in. Raises the ConfigError of `check_prompts`.
+    """
+    table, options = "env.options", config.env.options
+    if config.env.path == AGENT:
+        table, options = f"{table}.tasks.options", options.get("tasks", {}).get("options", {})
+    with _data_named():
+        check_prompts(_path_of_rows(data), options, table)
+
+
+@contextmanager
+def _data_named() -> Generator[None]:
+    """Let a ConfigError of the block name the argument `data`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"`data`: {error}") from error
 
 
 def _nested(settings: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 
 from flash.config.load import load
 from flash.errors import ConfigError, FlashError, WeightsError
-from flash.run.training import error_left, evaluate, sft, train, written
+from flash.run.training import arguments_named, error_left, evaluate, sft, train, written
 
 CONFIG = """
 run.name = "test"
@@ -32,6 +33,17 @@ class Env:
     def step(self, action: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Refusing(Env):
+    """Environment class that refuses all options, also when it has none."""
+
+    def __init__(self, length: int = 4) -> None: ...
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Refuse the options."""
+        raise ConfigError("too short")
 
 
 def reward(answer: str, row: dict[str, Any]) -> float:
@@ -109,24 +121,191 @@ def test_a_wrong_argument_of_the_other_functions_is_refused_alike() -> None:
         evaluate(model="a/b", reward=reward)
 
 
+def put_rows(folder: Path, text: str = '{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n') -> Path:
+    """Write a file with rows, and return its path."""
+    file = folder / "rows.jsonl"
+    file.write_text(text)
+    return file
+
+
+CALLS: list[Callable[[Path], object]] = [
+    lambda file: train(model="a/b", data=file),
+    lambda file: train(model="a/b", data=file, agent=solve),
+    lambda file: evaluate(model="a/b", data=file),
+]
+"""Calls with a file of rows that need a prompt and an answer."""
+PROMPT = '{"prompt": "1+1=", "answer": 2}'
+"""Row for those calls."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (None, "there is no data set at FILE"),
+        ("", "FILE has no rows"),
+        (f'{PROMPT}\n{{"answer": 3}}\n', "FILE, row 2 has no 'prompt', only 'answer'"),
+        (f'{PROMPT}\n\n{{"prompt": 5, "answer": 3}}\n', "FILE, row 2 (line 3): 'prompt' must be text or a list"),
+        (f'{PROMPT}\n{PROMPT}\n{{"prompt": \n', "FILE, row 3 is not a JSON object on one line"),
+        ('{"prompt": "", "answer": 3}\n{"prompt":\n', "FILE, row 1: 'prompt' is empty; expected a prompt"),
+        ('{"prompt": "1+1="}\n', "FILE has none of the columns answer, "),
+        (f'{PROMPT}\n{{"prompt": "1+2=", "answer": null}}\n', "FILE, row 2: 'answer' is null"),
+    ],
+)  # fmt: skip
+def test_wrong_rows_are_one_error_that_names_the_argument_before_anything_starts(
+    rows: str | None, told: str, call: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    if rows is not None:
+        put_rows(tmp_path, rows)
+    with pytest.raises(ConfigError) as refused:
+        call(file)
+    message = str(refused.value)
+    assert message.startswith(f"`data`: {told.partition('FILE')[0]}")
+    assert told.replace("FILE", str(file)) in message
+    assert "`env" not in message
+    assert capfd.readouterr() == ("", "")
+    assert [path for path in tmp_path.iterdir() if path != file] == []
+
+
+def test_all_wrong_rows_are_in_the_error_also_if_one_is_no_json(tmp_path: Path) -> None:
+    file = put_rows(tmp_path, f'{PROMPT}\n{{"answer": 3}}\n{{"answer": 4}}\n{{"prompt":\n')
+    with pytest.raises(ConfigError) as refused:
+        train(model="a/b", data=file)
+    assert [line.partition(" row ")[2][:5] for line in str(refused.value).splitlines()] == ["2 has", "3 has", "4 is "]
+
+
+def test_the_columns_that_settings_name_are_looked_for_and_a_reward_needs_no_answer(tmp_path: Path) -> None:
+    file = put_rows(tmp_path, '{"asked": "1+1="}\n')
+    with pytest.raises(ConfigError, match=r"`data`: .* set env\.options\.prompt_column in `settings`"):
+        train(model="a/b", data=file, reward=reward)
+    with pytest.raises(ConfigError, match=r"`data`: .* set env\.options\.tasks\.options\.prompt_column in `settings`"):
+        train(model="a/b", data=file, reward=reward, agent=solve)
+    with pytest.raises(
+        ConfigError, match=r"no column 'askd' \(env\.options\.prompt_column in `settings`\), only 'asked'"
+    ):
+        train(model="a/b", data=file, reward=reward, settings={"env.options.prompt_column": "askd"})
+    with pytest.raises(ConfigError, match=r"set env\.options\.answer_column in `settings`, or give a `reward`"):
+        train(model="a/b", data=file, settings={"env.options.prompt_column": "asked"})
+    # These rows are good, so the call goes on to the next check.
+    columns: dict[str, Any] = {"env.options.prompt_column": "asked", "run.output_dir": str(file)}
+    with pytest.raises(FlashError, match=r"run\.output_dir"):
+        train(model="a/b", data=file, reward=reward, settings=columns)
+
+
+def test_rows_that_cannot_be_learned_are_one_error_that_names_the_argument(tmp_path: Path) -> None:
+    file = put_rows(tmp_path, '{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
+    with pytest.raises(ConfigError) as refused:
+        sft(model="a/b", data=file)
+    assert str(refused.value).startswith(f"`data`: {file}, row 2 has a prompt and nothing to learn behind it")
+    with pytest.raises(ConfigError, match="`data`: there is no data set at"):
+        sft(model="a/b", data=tmp_path / "nope.jsonl")
+
+
+@pytest.mark.usefixtures("imports")
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"reward": "nope:f"}, "`reward`: there is no verifier 'nope:f': there is no module `nope`"),
+        ({"reward": "nope:f", "agent": solve}, "`reward`: there is no verifier 'nope:f'"),
+        ({"agent": "nope:f"}, "`agent`: there is no module `nope`"),
+        ({"agent": "json:JSONDecoder"}, "`agent`: json:JSONDecoder must take (base_url, api_key, task)"),
+        ({"env": "nope:Env"}, "`env`: there is no module `nope`"),
+        ({"env": "json:JSONDecoder"}, "`env`: `json:JSONDecoder` is not an environment"),
+        ({"env": "nope:Env", "agent": solve}, "`env`: there is no module `nope`"),
+        ({"env": Refusing}, "`env`: Refusing refuses its options: too short"),
+        ({"env": Refusing, "agent": solve}, "`env`: too short"),
+        ({"env": Refusing, "settings": {"env.options.length": 3}}, "`env.options`: Refusing refuses them: too short"),
+        (
+            {"env": Refusing, "agent": solve, "settings": {"env.options.tasks.options.lenght": 3}},
+            "`env.options.tasks.options.lenght`: Refusing has no such option; did you mean `length`?",
+        ),
+        ({"model": "/nope", "name": "x"}, "`model`: "),
+    ],
+)
+def test_a_problem_that_the_command_finds_names_the_arguments_of_the_call(
+    changed: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    given = GIVEN | {"data": put_rows(tmp_path), "model": tmp_path / "model"} | changed
+    given |= {"data": None, "reward": None} if "env" in changed else {}
+    settings = {"cluster.gpus_per_node": 0, **changed.get("settings", {})}
+    call = written(**given | {"settings": settings})
+    file = call.put(tmp_path)
+    with pytest.raises(ConfigError) as refused, arguments_named(call, file):
+        load(file)
+    assert told in str(refused.value)
+    if "settings" not in changed:
+        assert "env." not in str(refused.value)
+        assert "refuses them" not in str(refused.value)
+
+
+def test_each_of_several_problems_names_an_argument_and_other_keys_stay() -> None:
+    problems = ["`run.steps` (run.toml): 5 were made", "`env.path` (run.toml): no such module", "`run.seed`: no"]
+    call = written(model="a/b", env=Env, steps=3)
+    with pytest.raises(FlashError) as refused, arguments_named(call, Path("run.toml")):
+        raise ConfigError("\n  - ".join(["3 problems:", *problems]))
+    assert str(refused.value).splitlines()[1:] == [
+        "  - `steps`: 5 were made",
+        "  - `env`: no such module",
+        "  - `run.seed`: no",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "beginning"),
+    [
+        (GIVEN, ""),
+        ({"model": "a/b", "env": Env}, "`env`: "),
+        ({"model": "a/b", "env": Env, "agent": solve}, ""),
+        ({"model": "a/b", "config": "run.toml"}, "env.path: "),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_named_as_the_caller_knows_it(
+    given: dict[str, Any], beginning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(FlashError) as refused, arguments_named(written(**given), tmp_path / "x.toml"):
+        raise ConfigError("env.path: the environment cannot be played; 3 problems were tried")
+    assert str(refused.value) == f"{beginning}the environment cannot be played; 3 problems were tried"
+
+
+@pytest.mark.usefixtures("imports")
+def test_a_configuration_file_is_told_of_its_own_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    table = 'path = "nope.jsonl"\nreward = "nope:f"\n'
+    file.write_text(CONFIG.replace("envs.arithmetic:Arithmetic", "envs.dataset:DatasetEnv") + f"[env.options]\n{table}")
+    with pytest.raises(ConfigError) as refused:
+        load(file)
+    assert f"`env.options` ({file}): DatasetEnv refuses them: there is no data set at nope.jsonl" in str(refused.value)
+    with pytest.raises(ConfigError, match="DatasetEnv refuses them: `reward`: there is no verifier 'nope:f'"):
+        load(file, [f"env.options.path={put_rows(tmp_path)}"])
+
+
 @pytest.mark.slow
 def test_a_problem_that_the_command_finds_is_reported_once_and_without_a_file_that_the_caller_does_not_know(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0, "train.batch_size": 7}}
+    output_dir = tmp_path / "outputs"
+    settings = {"run.output_dir": str(output_dir), "cluster.gpus_per_node": 0, "train.batch_size": 7}
     with pytest.raises(ConfigError) as refused:
-        train(**given)
+        train(**GIVEN | {"data": put_rows(tmp_path), "settings": settings})
     assert "`train.batch_size`: expected a multiple of rollout.group_size = 8, got 7" in str(refused.value)
     assert "run.toml" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
+    assert list(output_dir.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_run_that_is_not_there_to_resume_is_reported_with_the_name_of_the_argument(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = GIVEN | {"settings": {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0}}
+    settings = {"run.output_dir": str(tmp_path), "cluster.gpus_per_node": 0}
+    given = GIVEN | {"data": put_rows(tmp_path), "settings": settings}
     with pytest.raises(ConfigError) as refused:
         train(**given, resume=True)
     assert "`resume`: there is no run to continue" in str(refused.value)
