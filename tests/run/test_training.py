@@ -13,7 +13,7 @@ import pytest
 
 from flash.config.load import load
 from flash.errors import ConfigError, FlashError, WeightsError
-from flash.run.training import arguments_named, error_left, evaluate, sft, train, written
+from flash.run.training import arguments_named, error_left, evaluate, refuse_rank, sft, train, written
 
 CONFIG = """
 run.name = "test"
@@ -450,6 +450,46 @@ def test_warnings_about_unwise_settings_come_before_anything_starts(
     out, err = capfd.readouterr()
     assert "flash: warning: `train.learning_rate`: 0.5 is far above" in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "started 2 times (SLURM_STEP_NUM_TASKS = 2)"),
+        ({"RANK": "7", "WORLD_SIZE": "8"}, "started 8 times (WORLD_SIZE = 8)"),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "RANK": "7", "WORLD_SIZE": "8"},
+            "torchrun starts one `flash` per node, which starts the trainer ranks: --nproc-per-node=1",
+        ),
+    ],
+)
+def test_a_program_that_was_started_several_times_starts_no_run(
+    variables: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    file, output_dir = put_rows(tmp_path), tmp_path / "outputs"
+    with pytest.raises(ConfigError) as refused:
+        train(model="a/b", data=file, settings={"run.output_dir": str(output_dir)})
+    assert told in str(refused.value)
+    assert "--nproc-per-node=1" in str(refused.value)
+    assert not output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"FLASH_NNODES": "2", "RANK": "1", "WORLD_SIZE": "2"},
+        {"FLASH_NNODES": "1", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"WORLD_SIZE": "8"},
+        {"RANK": "x", "WORLD_SIZE": "x"},
+        {"FLASH_LAUNCHER": "1.1.1", "RANK": "1", "WORLD_SIZE": "2"},
+    ],
+)
+def test_a_node_of_a_job_and_a_program_that_was_started_once_may_start_a_run(variables: dict[str, str]) -> None:
+    refuse_rank(variables)
 
 
 def leave(folder: Path, time: float) -> None:
