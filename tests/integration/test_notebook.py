@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def outputs(notebook: dict[str, Any], cell: str) -> list[dict[str, Any]]:
     return next(one["outputs"] for one in notebook["cells"] if cell in "".join(one["source"]) and "outputs" in one)
 
 
-def test_the_notebook_runs_and_shows_the_run_its_curve_and_its_samples(
+def test_the_notebook_runs_and_shows_the_run_its_curve_its_samples_and_an_answer(
     start: Callable[..., Run], model: Path, tmp_path: Path
 ) -> None:
     for package in ("nbclient", "ipykernel"):
@@ -63,3 +64,5 @@ def test_the_notebook_runs_and_shows_the_run_its_curve_and_its_samples(
     assert "at step 2" in "".join(curve["data"]["text/plain"])
     printed = [one for one in outputs(notebook, "flash.evaluate(") if one["output_type"] == "stream"]
     assert "".join(printed[-1]["text"]).count("reward ") == 6
+    *_, answered = outputs(notebook, "ask(")
+    assert re.fullmatch(r"'3\+4=.+'", "".join(answered["data"]["text/plain"]), flags=re.DOTALL)
