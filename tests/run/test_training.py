@@ -492,6 +492,30 @@ def test_a_node_of_a_job_and_a_program_that_was_started_once_may_start_a_run(var
     refuse_rank(variables)
 
 
+LOCKED = """
+import os, sys
+from pathlib import Path
+lock = Path(sys.argv[2]).with_name("lock")
+print(any(Path(f"/proc/self/fd/{number}").resolve() == lock.resolve() for number in os.listdir("/proc/self/fd")))
+sys.exit(1)
+"""
+"""Program in place of `flash`, which prints True if it has the lock file beside its configuration open."""
+
+
+def test_the_command_of_a_run_keeps_the_folder_of_the_call_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flash").mkdir()
+    (tmp_path / "flash" / "__init__.py").touch()
+    (tmp_path / "flash" / "__main__.py").write_text(LOCKED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output_dir = tmp_path / "outputs"
+    with pytest.raises(FlashError, match="its output above"):
+        train(model="a/b", env=Env, settings={"run.output_dir": str(output_dir)})
+    assert capfd.readouterr() == ("True\n", "")
+    assert list(output_dir.iterdir()) == []
+
+
 def leave(folder: Path, time: float) -> None:
     """Write the marker of an error at a Unix time."""
     row = {"launch": "x/1", "error": "WeightsError", "message": "engine 0 differs", "time": time}
