@@ -119,6 +119,21 @@ def _place_of_locks(descriptor: int) -> bytes:
     return f"{BOOT.read_text().strip()} {os.fstat(descriptor).st_dev}".encode()
 
 
+def refuse_process_of_run() -> None:
+    """Raise ConfigError if this process belongs to a run itself, and so must start no command.
+
+    The processes of a run import the file of a function. If that file starts a run when it is imported, each of its
+    runs would start another one, without end.
+    """
+    # CALLER is set in each command that a program has started, and LAUNCHER in each process of a run.
+    if CALLER in os.environ or LAUNCHER in os.environ:
+        raise ConfigError(
+            "flash.train, flash.sft or flash.evaluate is called in a process of a run. If the run has imported the "
+            'file with this call, put the call below `if __name__ == "__main__":`; if an environment, a reward or an '
+            "agent makes the call, make it outside of the run"
+        )
+
+
 def run_command(words: Sequence[str], show: Callable[..., Display] | None, kept_open: Sequence[int] = ()) -> int:
     """Run `flash WORDS` to its end in a process of its own, and return its exit code.
 
@@ -133,15 +148,7 @@ def run_command(words: Sequence[str], show: Callable[..., Display] | None, kept_
         FlashError: the command has refused its input; this is its error.
         KeyboardInterrupt: a signal has ended the command, or came while it ran. None of its processes is left.
     """
-    # The processes of a run import the file of a function. If that file starts a run when it is imported, each of its
-    # runs would start another one, without end. CALLER is set in each command that a program has started, and LAUNCHER
-    # in each process of a run.
-    if CALLER in os.environ or LAUNCHER in os.environ:
-        raise ConfigError(
-            "flash.train, flash.sft or flash.evaluate is called in a process of a run. If the run has imported the "
-            'file with this call, put the call below `if __name__ == "__main__":`; if an environment, a reward or an '
-            "agent makes the call, make it outside of the run"
-        )
+    refuse_process_of_run()
     with tempfile.TemporaryDirectory(prefix="flash-caller-") as folder:
         file = Path(folder) / "error.json"
         for stream in (sys.stdout, sys.stderr):  # what the program has printed comes first

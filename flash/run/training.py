@@ -35,15 +35,9 @@ from flash.config.tree import Config
 from flash.data.checks import check_examples, check_prompts
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.rundir import RunDirectory, writing
-from flash.run.command import call_folder, notebook, run_command
+from flash.run.command import call_folder, notebook, refuse_process_of_run, run_command
 from flash.run.models import overrides_of_run
-from flash.run.processes.launch_state import (
-    CALLER,
-    ERROR_FILE,
-    LAUNCHER,
-    end_with_torchrun,
-    use_torchrun_variables,
-)
+from flash.run.processes.launch_state import ERROR_FILE, end_with_torchrun, use_torchrun_variables
 from flash.run.processes.supervisor import End, say
 from flash.run.restart import run_mark
 from flash.run.results import EvaluationResult, RunResult, read_evaluation, read_run
@@ -245,7 +239,8 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
         resume: continue the run in its folder.
     """
     run_dir, output_dir = call.config.run_dir, Path(call.config.run.output_dir)
-    # torchrun may have started this program, once on each node; both calls do nothing otherwise.
+    refuse_process_of_run()
+    # If torchrun has started this program, it is a node of the run. No other launcher may have started several of it.
     use_torchrun_variables(os.environ)
     refuse_rank(os.environ)
     end_with_torchrun()
@@ -284,8 +279,7 @@ def refuse_rank(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: another launcher has started the program several times. The message says what to do.
     """
-    # A process of a run has variables of such a launcher, too. `run_command` refuses it, for another reason.
-    if {"FLASH_NNODES", CALLER, LAUNCHER} & environment.keys():
+    if "FLASH_NNODES" in environment:
         return
     for rank, size in RANKS:
         if rank in environment and (count := environment.get(size, "")).isdecimal() and int(count) > 1:
@@ -583,7 +577,11 @@ def _check_prompts(data: str | Path, config: Config) -> None:
 
 @contextmanager
 def _data_named() -> Generator[None]:
-    """Let a ConfigError of the block name the argument `data`."""
+    """Let a ConfigError of the block, which reads the rows, name the argument `data`.
+
+    A process of a run reads no rows. Raises another ConfigError there.
+    """
+    refuse_process_of_run()
     try:
         yield
     except ConfigError as error:

@@ -195,6 +195,18 @@ def test_the_columns_that_settings_name_are_looked_for_and_a_reward_needs_no_ans
         train(model="a/b", data=file, reward=reward, settings=columns)
 
 
+@pytest.mark.parametrize(
+    "call", [*CALLS, lambda file: sft(model="a/b", data=file), lambda file: train(model="a/b", env=Env)]
+)
+def test_a_process_of_a_run_is_refused_before_it_reads_rows(
+    call: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FLASH_LAUNCHER": "1.1.1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match='put the call below `if __name__ == "__main__":`'):
+        call(tmp_path / "nope.jsonl")
+
+
 def test_rows_that_cannot_be_learned_are_one_error_that_names_the_argument(tmp_path: Path) -> None:
     file = put_rows(tmp_path, '{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
     with pytest.raises(ConfigError) as refused:
@@ -485,7 +497,6 @@ def test_a_program_that_was_started_several_times_starts_no_run(
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"WORLD_SIZE": "8"},
         {"RANK": "x", "WORLD_SIZE": "x"},
-        {"FLASH_LAUNCHER": "1.1.1", "RANK": "1", "WORLD_SIZE": "2"},
     ],
 )
 def test_a_node_of_a_job_and_a_program_that_was_started_once_may_start_a_run(variables: dict[str, str]) -> None:
