@@ -482,7 +482,7 @@ class Agent:
         if form is not None:
             try:
                 # The last check, because it also sets the form of the next response.
-                self._episode.form(form)
+                await self._episode.form(form)
             except EnvError as error:
                 field = "tool_choice" if form.call else "response_format"
                 return ApiError(400, f"{error}.", "unsupported_parameter", field)

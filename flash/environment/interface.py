@@ -220,14 +220,14 @@ class NextResponse(Protocol):
         """End the next response after the first of these texts that it contains."""
         ...
 
-    def form(self, form: ResponseForm) -> None:
+    async def form(self, form: ResponseForm) -> None:
         """Let the next response have this form: a text that follows a JSON schema, or calls of functions.
 
         Call it after `go_on`, `offer` and `template`, because the form depends on the tools and on the chat template.
         The trainer learns which tokens the form has forbidden, and trains the policy under the form.
 
         Raises:
-            EnvError: engines cannot sample in this form.
+            EnvError: engines cannot sample in this form, or its grammar takes them too much time.
         """
         ...
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from fractions import Fraction
+from functools import partial
 from math import ceil, floor, isfinite
 from typing import Any
 
@@ -96,6 +97,11 @@ Strings in JSON escape them, but xgrammar writes them as they are."""
 MOST_LETTERS = 1 << 15
 """Largest number of letters in the names of properties and in the values of `enum` and `const` of a schema. xgrammar
 takes minutes for some 60,000 of them, and all other forms of the engine wait meanwhile."""
+COMPILED = 1000
+"""Number of different grammars after which a compiler is replaced. Its cache is bounded, but xgrammar also keeps some
+40 kB of each grammar in the compiler for ever."""
+CACHE_BYTES = 64 << 20
+"""Size of the cache of a `TagChecker`, which makes the parts that grammars have in common only once."""
 DIGITS = 6
 """Number of digits after the point of the numbers that xgrammar writes between two limits."""
 
@@ -291,17 +297,49 @@ def text_tag(schema: dict[str, Any]) -> str:
     return json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}})
 
 
-def check_tag(tag: str) -> None:
-    """Raise ValueError if no engine can sample under a structural tag, for example because a reference is missing."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+class TagChecker:
+    """Checks structural tags by doing all that engines do with them before they sample.
 
-    try:
-        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag)))
-    except (ValueError, VLLMClientError) as error:
-        # xgrammar's own message, if it has one, names the fault.
-        raise ValueError(str(error.__cause__ or error)) from error
+    Args:
+        tokenizer: the model's Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        import xgrammar
+
+        self._compiler: Any = None
+        self._compiled = COMPILED
+        """Number of tags that `_compiler` has compiled."""
+        try:
+            self._vocabulary: Any = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+        except ValueError:
+            # vLLM has adapters of its own for some kinds of tokenizers that xgrammar does not know.
+            self._vocabulary = None
+
+    def check(self, tag: str) -> None:
+        """Check a structural tag. This may take any time and memory.
+
+        Raises:
+            ValueError: no engine can sample under the tag, for example because a reference is missing.
+            Exception: any error of xgrammar while it compiles the tag.
+        """
+        import xgrammar
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+        try:
+            validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag)))
+        except (ValueError, VLLMClientError) as error:
+            # xgrammar's own message, if it has one, names the fault.
+            raise ValueError(str(error.__cause__ or error)) from error
+        if self._vocabulary is None:
+            return
+        if self._compiled == COMPILED:
+            self._compiler = xgrammar.GrammarCompiler(self._vocabulary, cache_limit_bytes=CACHE_BYTES)
+            self._compiled = 0
+        self._compiled += 1
+        self._compiler.compile_structural_tag(tag)
 
 
 # -- replays ---------------------------------------------------------------------------------------------------------
@@ -325,11 +363,15 @@ class GrammarReplays:
         """
         from vllm.v1.structured_output import StructuredOutputManager
 
+        # The calls have their own limiter, because an environment's calls may occupy all threads of the default one.
+        own = anyio.CapacityLimiter(1)
         async with self._making:
             if self._manager is None:
-                self._manager = await anyio.to_thread.run_sync(StructuredOutputManager, llm.vllm_config)
+                self._manager = await anyio.to_thread.run_sync(
+                    partial(StructuredOutputManager, llm.vllm_config), limiter=own
+                )
             return await anyio.to_thread.run_sync(
-                GrammarReplay, self._manager, parameters, prompt, generated, reasoning
+                partial(GrammarReplay, self._manager, parameters, prompt, generated, reasoning), limiter=own
             )
 
 

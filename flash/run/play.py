@@ -222,6 +222,6 @@ class _Characters(Tokenizer):
     def check_reads_calls(self) -> None:
         """Do nothing: given answers call no functions."""
 
-    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+    async def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
         """Return a grammar without effect: given answers are not changed."""
         return Grammar("")

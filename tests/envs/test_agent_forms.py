@@ -13,7 +13,7 @@ import pytest
 from flash.config.tree import ModelConfig
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.types import Outcome, Trajectory
+from flash.types import Outcome, ResponseForm, Trajectory
 from tests.envs.agents import Policy, make, play
 from tests.envs.forms import ADD, FORMS
 
@@ -33,7 +33,10 @@ def tokenizer(tmp_path: Path) -> HfTokenizer:
     # Not at the top of this file: every worker of the test session imports it, and one of them runs its tests.
     import_module("openai")
     import_module("anthropic")
-    return HfTokenizer(ModelConfig(path=QWEN.save(tmp_path), tool_parser=QWEN.tool_parser)).ready()
+    tokenizer = HfTokenizer(ModelConfig(path=QWEN.save(tmp_path), tool_parser=QWEN.tool_parser)).ready()
+    # The first form starts the process that makes grammars, whose imports take seconds.
+    anyio.run(tokenizer.grammar, ResponseForm({"type": "object"}), [])
+    return tokenizer
 
 
 async def played(name: str, tokenizer: HfTokenizer, *, forms: bool = True) -> tuple[Trajectory, Policy]:

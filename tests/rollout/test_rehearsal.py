@@ -65,7 +65,7 @@ class Formed(Stage):
 
     async def reset(self, seed: int) -> Any:
         """Ask for a number."""
-        self._episode.form(ResponseForm({"type": "integer"}))
+        await self._episode.form(ResponseForm({"type": "integer"}))
         return await super().reset(seed)
 
     async def step(self, action: str) -> Any:
@@ -78,7 +78,7 @@ class Formed(Stage):
 class FormTokenizer(CharTokenizer):
     """A tokenizer that can make a grammar of any form."""
 
-    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+    async def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
         """Return a grammar, whatever the form."""
         return Grammar("a number")
 

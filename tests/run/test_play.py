@@ -54,7 +54,7 @@ class Formed:
         self._episode = episode
 
     async def reset(self, seed: int) -> Any:
-        self._episode.form(ResponseForm({"type": "object"}))
+        await self._episode.form(ResponseForm({"type": "object"}))
         return "an object: ", {}
 
     async def step(self, action: str) -> Any:

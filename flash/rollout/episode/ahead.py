@@ -91,8 +91,9 @@ class ResponsesAhead:
         self._now = now
         self._responses: list[ExpectedResponse] = []
         """Responses that the episode has not taken yet."""
-        self._to_render: set[str] = set()
-        """Names of large observations that wait to be rendered. A name is removed when the episode reaches it."""
+        self._to_prepare: set[str] = set()
+        """Names of observations that wait to be rendered, because they are large, or for the grammar of their form. A
+        name is removed when the episode reaches it."""
         self._one_at_a_time = anyio.Lock()
         """Held while a large observation of this episode is rendered, or waits for the lock `rendering`. So only one
         observation of this episode waits for `rendering` at a time, and other episodes get the lock in between."""
@@ -100,8 +101,9 @@ class ResponsesAhead:
     def expect(self, expected: Expected) -> None:
         """Sample the response to an observation that the environment will probably show, if the limits allow it.
 
-        A large observation is rendered in a thread first, and this method returns before. No error is raised if the
-        observation cannot be shown: the episode raises it if it reaches the observation.
+        A large observation is rendered in a thread first, and the grammar of a form is made by another process. This
+        method returns before. No error is raised if the observation cannot be shown, or the form cannot be enforced:
+        the episode raises it if it reaches the observation.
         """
         transcript = self._transcript
         if not self._fits():
@@ -111,13 +113,18 @@ class ResponsesAhead:
         if transcript.needs_thread(expected.observation, expected.tools):
             least = min_tokens(expected.observation, expected.tools, transcript.tokenizer.min_message_tokens)
             if least <= transcript.limits.max_length:
-                self._to_render.add(expected.name)
+                self._to_prepare.add(expected.name)
                 self._tasks.start_soon(self._expect_large, expected)
             return
         if min_tokens(expected.observation, expected.tools, 1) > transcript.limits.max_length:
             return
         with suppress(EnvError):  # the error is raised again when the observation is shown
-            self._request(expected, *prompt_of(expected, transcript))
+            prompt, format = prompt_of(expected, transcript)
+            if expected.form is None:
+                self._request(expected, prompt, format, None)
+            else:
+                self._to_prepare.add(expected.name)
+                self._tasks.start_soon(self._expect_formed, expected, prompt, format)
 
     async def _expect_large(self, expected: Expected) -> None:
         """Render a large observation in a thread, then request the response.
@@ -127,17 +134,29 @@ class ResponsesAhead:
         because the episode requests it.
         """
         async with self._one_at_a_time, self._rendering:
-            if expected.name not in self._to_render:
+            if expected.name not in self._to_prepare:
                 return
-            with suppress(EnvError):  # the error is raised again when the observation is shown
+            try:
                 prompt, format = await run_in_thread(lambda: prompt_of(expected, self._transcript))
                 # The tokenizer keeps the tokens of first observations. Tokens of later observations are kept in the
                 # transcript.
                 if responses := expected.responses:
                     position = self._transcript.branches[expected.branch].ends[responses - 1].position
                     self._transcript.rendered_ahead[expected.name] = expected, prompt[position:]
-                if expected.name in self._to_render:
-                    self._request(expected, prompt, format)
+            except EnvError:  # it is raised again when the observation is shown
+                return
+        await self._expect_formed(expected, prompt, format)
+
+    async def _expect_formed(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
+        """Wait for the grammar of the form, if there is one, then request the response.
+
+        If the episode reaches the observation during the wait, this requests no response, because the episode requests
+        it.
+        """
+        with suppress(EnvError):  # the error is raised again when the episode asks for the form
+            grammar = None if expected.form is None else await format.grammar(expected.form)
+            if expected.name in self._to_prepare:
+                self._request(expected, prompt, format, grammar)
 
     def _fits(self) -> bool:
         """Return True if the limits allow one more response.
@@ -148,7 +167,7 @@ class ResponsesAhead:
         # The episode itself waits for one response, which is not in `_responses`.
         return self._transcript.turns_left > len(self._responses) + 1
 
-    def _request(self, expected: Expected, prompt: list[int], format: BranchFormat) -> None:
+    def _request(self, expected: Expected, prompt: list[int], format: BranchFormat, grammar: Grammar | None) -> None:
         """Start to sample the response to an expected observation with this prompt, if the limits allow it.
 
         The response gets the options that the environment has given with the observation.
@@ -162,7 +181,6 @@ class ResponsesAhead:
             reader = format.start_reading(prompt, calling=expected.calling)
             on_tokens = reader.forward_to(expected.hear, len(prompt))
         max_new_tokens = min(limits.max_new_tokens, room, room if expected.tokens is None else expected.tokens)
-        grammar = None if expected.form is None else format.grammar(expected.form)
         request = self._new_request(prompt, max_new_tokens, expected.stop, grammar, on_tokens)
         response = ExpectedResponse(expected.name, request, self._now())
         self._responses.append(response)
@@ -182,8 +200,8 @@ class ResponsesAhead:
         response.finished.set()
 
     def announce(self, name: str) -> None:
-        """Report that the episode reaches the observation of this name, so it is not rendered ahead any more."""
-        self._to_render.discard(name)
+        """Report that the episode reaches the observation of this name, so it is not prepared ahead any more."""
+        self._to_prepare.discard(name)
 
     def find(
         self, name: str, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...], grammar: Grammar | None

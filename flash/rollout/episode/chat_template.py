@@ -22,11 +22,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from flash.errors import EnvError
+from flash.config.tree import ModelConfig
+from flash.errors import ConfigError, EnvError
 from flash.foreign.chat_templates import arguments_of
 from flash.rollout.episode.controls import STAND_IN, ControlTokens, TemplateText
 from flash.types import ASSISTANT, RESERVED_ARGUMENTS, TOOL, Message, Tool, ToolCall
@@ -577,6 +579,20 @@ class ChatTemplate:
             return text in self._render(shown, tools, prompting=False).text
         except EnvError:
             return False
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the transformers tokenizer of a model. Raises ConfigError if the model has no usable tokenizer."""
+    from transformers import AutoTokenizer
+
+    local = Path(config.path).is_dir()
+    try:
+        return AutoTokenizer.from_pretrained(
+            config.path, local_files_only=local, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # damaged files cause errors of many types, and a model's own code may raise any
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model.path = {config.path!r} has no usable tokenizer: {reason}") from error
 
 
 def end_of_text(tokenizer: Any) -> list[int]:

@@ -409,7 +409,7 @@ class EpisodePlayer:
         options, room = transcript.take_options(), transcript.tokens_left()
         most = min(room, state.settings.max_new_tokens, room if options.tokens is None else options.tokens)
         format = transcript.branches[transcript.branch].format
-        grammar = None if options.form is None else format.grammar(options.form)
+        grammar = None if options.form is None else await format.grammar(options.form)
         # In an outage no engine of the node serves. The time of an outage does not count in the deadline of an episode
         # that waits for a response, here and below. It counts while the episode waits for anything else, also if a
         # response is sampled ahead meanwhile.

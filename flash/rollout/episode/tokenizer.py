@@ -28,7 +28,7 @@ from flash.environment.calls import call_function
 from flash.environment.interface import Spoken
 from flash.errors import ConfigError, EnvError, encodable
 from flash.foreign.vllm_parsers import Parsers, StreamParser, parser_names
-from flash.rollout.episode.chat_template import ChatTemplate, end_of_text
+from flash.rollout.episode.chat_template import ChatTemplate, end_of_text, load_tokenizer
 from flash.rollout.episode.controls import ControlTokens
 from flash.rollout.episode.grammars import Grammars
 from flash.sampling import Grammar
@@ -173,7 +173,7 @@ class Tokenizer(Protocol):
             "a tokenizer that does, such as HfTokenizer with model.tool_parser"
         )
 
-    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+    async def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
         """Return the grammar of the responses that have a form, for engines. Raises EnvError if there is none.
 
         This base class knows no grammars.
@@ -221,8 +221,6 @@ class HfTokenizer(Tokenizer):
     slow = True
 
     def __init__(self, config: ModelConfig) -> None:
-        from transformers import AutoTokenizer
-
         self._config = config
         self._path = config.path
         self._prompts: dict[str | bytes, array[int]] = {}
@@ -234,14 +232,7 @@ class HfTokenizer(Tokenizer):
         """Variants of this tokenizer that `with_arguments` has made, oldest first, by the JSON of their arguments."""
         self._reported: set[str] = set()
         """Warnings that were logged, so that each is logged once. All variants share this set."""
-        local = Path(config.path).is_dir()
-        try:
-            self.inner: Any = AutoTokenizer.from_pretrained(
-                config.path, local_files_only=local, trust_remote_code=config.trust_remote_code
-            )
-        except Exception as error:  # damaged files cause errors of many types, and a model's own code may raise any
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"model.path = {config.path!r} has no usable tokenizer: {reason}") from error
+        self.inner: Any = load_tokenizer(config)
 
     def ready(self) -> HfTokenizer:
         """Load the parsers of responses, which takes seconds, and check the configuration of the tokenizer.
@@ -289,9 +280,9 @@ class HfTokenizer(Tokenizer):
                 self._template.warn_once(
                     f"the chat template of {self._path} never reads {', '.join(unread)}: without effect"
                 )
-            _ = self._controls  # Make `_controls` before the copy, so that all variants share it.
+            _ = self._controls, self._grammars  # Make them before the copy, so that all variants share them.
             known = copy(self)
-            for name in ("_template", "_parsers", "_turn_ends", "_grammars"):  # these depend on the arguments
+            for name in ("_template", "_parsers", "_turn_ends"):  # these depend on the arguments
                 known.__dict__.pop(name, None)
             known._arguments, known._prompts, known._variants = self._arguments | dict(arguments), {}, {}
             self._variants[key] = known
@@ -380,9 +371,9 @@ class HfTokenizer(Tokenizer):
             known = ", ".join(parser_names("tool_parsers"))
             raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
 
-    def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
+    async def grammar(self, form: ResponseForm, tools: Sequence[Tool]) -> Grammar:
         """Return the grammar of the responses that have a form. Raises EnvError if engines cannot enforce the form."""
-        return self._grammars.of(form, tools)
+        return await self._grammars.of(form, tools, self._arguments)
 
     def read_response(
         self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
@@ -516,8 +507,8 @@ class HfTokenizer(Tokenizer):
 
     @cached_property
     def _grammars(self) -> Grammars:
-        """Grammars of the forms that responses may have, for the arguments of this variant."""
-        return Grammars(self._parsers, self._arguments if self._config.reasoning_parser is not None else None)
+        """Grammars of the forms that responses may have, shared by all variants."""
+        return Grammars(self._config)
 
     @cached_property
     def _parsers(self) -> Parsers | None:

@@ -122,9 +122,9 @@ class BranchFormat(NamedTuple):
     tools: Sequence[Tool] = ()
     """Functions that the prompt of the branch offers."""
 
-    def grammar(self, form: ResponseForm) -> Grammar:
+    async def grammar(self, form: ResponseForm) -> Grammar:
         """Return the grammar that lets engines sample in a form. Raises EnvError if they cannot sample in this form."""
-        grammar = self.tokenizer.grammar(form, self.tools)
+        grammar = await self.tokenizer.grammar(form, self.tools)
         # Reasoning is read from chat messages only.
         return grammar if self.chat else msgspec.structs.replace(grammar, reasoning=None)
 
@@ -396,7 +396,7 @@ class Transcript:
 
     # -- the next response -------------------------------------------------------------------------------------------
 
-    def set_form(self, form: ResponseForm) -> None:
+    async def set_form(self, form: ResponseForm) -> None:
         """Let the next response have this form. Raises EnvError if it cannot have this form, or any form."""
         if not self.limits.forms:
             raise EnvError(
@@ -404,7 +404,7 @@ class Transcript:
                 "tokens: use algorithm.teacher.path"
             )
         format = self.branches[self.branch].format if self._responses else self._new_format
-        format.grammar(form)  # The grammar is kept for the request.
+        await format.grammar(form)  # The grammar is kept for the request.
         self.options = self.options._replace(form=form)
 
     def take_options(self) -> ResponseOptions:

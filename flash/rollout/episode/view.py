@@ -78,13 +78,13 @@ class TranscriptView:
         """End the next response after the first of these texts that it contains."""
         self._transcript.options = self._transcript.options._replace(stop=tuple(texts))
 
-    def form(self, form: ResponseForm) -> None:
+    async def form(self, form: ResponseForm) -> None:
         """Let the next response have this form.
 
         Raises:
             EnvError: engines cannot sample in this form, or the run's responses can have no form at all.
         """
-        self._transcript.set_form(form)
+        await self._transcript.set_form(form)
 
     def listen(self, hear: Callable[[Piece, int], None], *, calling: bool = True) -> None:
         """Call `hear` with pieces of the next response, and the size of its prompt in tokens, while it is sampled.
