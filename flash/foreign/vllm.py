@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 from flash.foreign.grammars import GENERATED
@@ -143,10 +143,12 @@ def sampling_parameters(
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+    kind: Any = SamplingParams
     if tag is not None:
         grammar = StructuredOutputsParams(structural_tag=tag)
         settings = {**settings, "structured_outputs": grammar, "extra_args": {GENERATED: generated}}
-    return SamplingParams(
+        kind = _parameters_of_checked_grammars()
+    return kind(
         **settings,
         max_tokens=max_tokens,
         logprobs=likeliest,
@@ -158,6 +160,26 @@ def sampling_parameters(
         # parameters. These are the same for all requests, so equal requests can share one object.
         skip_clone=True,
     )
+
+
+@cache
+def _parameters_of_checked_grammars() -> Any:
+    """Return a class of vLLM's sampling parameters whose grammar is not checked again.
+
+    vLLM would check the grammar for each request, on the event loop, which may take seconds. Another process has
+    checked it already (`flash.rollout.episode.grammars`).
+    """
+    from vllm.sampling_params import SamplingParams
+
+    class Checked(SamplingParams):
+        """Sampling parameters that vLLM accepts with any grammar."""
+
+        def _validate_structured_outputs(self, *_: Any) -> None:
+            """Name the package that enforces the grammar. Replaces the method of vLLM that also checks the grammar."""
+            grammar: Any = self.structured_outputs
+            grammar._backend = "xgrammar"
+
+    return Checked
 
 
 def with_seed(parameters: Any, seed: int) -> Any:

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from flash.errors import EngineError
 from flash.foreign import vllm
 from flash.rollout.engine import ResponseRequest
-from flash.rollout.vllm.engine import read_logprobs, read_routes, stop_text_tokens
+from flash.rollout.vllm.engine import SamplingParameters, read_logprobs, read_routes, stop_text_tokens
 from flash.rollout.vllm.start import TIES
-from flash.sampling import Kept, Sampling
+from flash.sampling import Grammar, Kept, Sampling
 
 VOCABULARY = 100
 HOW = Sampling(top_k=3)
@@ -136,3 +136,14 @@ def test_of_the_likeliest_tokens_vllm_holds_those_in_no_piece_alone_and_no_texts
             assert len(state.logprobs_processor.logprobs) <= interval
     assert read == list(range(len(read)))
     assert len(read) > 20 - interval - 1
+
+
+@pytest.mark.slow
+def test_vllm_does_not_check_a_grammar_again_for_each_request() -> None:
+    """The check may take seconds and would block the event loop. Another process has made it."""
+    request = ResponseRequest([1], 5, key=0, sampling=Sampling(), seed=1, grammar=Grammar("not even a tag"))
+    parameters = SamplingParameters().of(request, VOCABULARY)
+    parameters._validate_structured_outputs(None, None, None)
+    assert parameters.structured_outputs._backend == "xgrammar"
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(parameters))
+    assert sent["structured_outputs"]["structural_tag"] == "not even a tag"
