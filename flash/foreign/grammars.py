@@ -30,10 +30,12 @@ TOUCHED = (
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
     "vllm.v1.structured_output:StructuredOutputManager._create_grammar",
     "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.__post_init__",
     "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.allocate_token_bitmask",
     "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar.fill_bitmask",
     "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar.is_terminated",
     "vllm.v1.structured_output.request:StructuredOutputRequest._grammar",
+    "vllm.v1.structured_output.request:StructuredOutputRequest.params",
     "vllm.v1.structured_output.request:StructuredOutputRequest.reasoner",
     "vllm.v1.structured_output.request:StructuredOutputRequest.reasoning_ended",
     "vllm.v1.request:Request.structured_output_request",
@@ -342,6 +344,19 @@ class TagChecker:
         self._compiler.compile_structural_tag(tag)
 
 
+def bound_memory(manager: Any, request: Any) -> None:
+    """Give a manager of grammars a new compiler after `COMPILED` different grammars. Called before one is made.
+
+    `manager`: vLLM's manager; `request`: vLLM's request, whose grammar is made next.
+    """
+    tags = manager.__dict__.setdefault("flash_tags", set[int]())
+    tags.add(hash(request.structured_output_request.params.structural_tag))
+    if len(tags) > COMPILED and manager.backend is not None:
+        tags.clear()
+        # The method of vLLM makes the compiler. Threads that compile now keep the old one until they end.
+        manager.backend.__post_init__()
+
+
 # -- replays ---------------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +412,7 @@ class GrammarReplay:
         begin = list(prompt[: len(prompt) - generated])  # the prompt as it was before the first token of the response
         self._manager = manager
         self._request = _new_request(parameters, begin, reasoning)
+        bound_memory(manager, self._request)
         manager.grammar_init(self._request)
         state = self._request.structured_output_request
         if isinstance(state._grammar, Future):  # vLLM compiles the grammar in a thread of its own
@@ -446,7 +462,7 @@ def reasoning_arguments(template: dict[str, Any] | None) -> dict[str, Any]:
 
 def continue_grammars() -> None:
     """Let this engine core (process) continue the grammar of a request after the tokens that other engines have sampled
-    for it.
+    for it, and bound the memory of its compiler.
 
     Called once, when a core begins. The request's extra argument `GENERATED` says how many tokens at the end of the
     prompt these are. Replaces a method of vLLM for the rest of the process.
@@ -458,6 +474,7 @@ def continue_grammars() -> None:
 
     def create_and_advance(manager: Any, request: Any) -> Any:
         """Create the grammar of a request as vLLM does, and advance it. vLLM calls this in a thread."""
+        bound_memory(manager, request)
         grammar = create(manager, request)
         generated = (request.sampling_params.extra_args or {}).get(GENERATED, 0)
         if generated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
-from flash.foreign.grammars import schema_fault
+from flash.foreign.grammars import COMPILED, bound_memory, schema_fault
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.sampling import Grammar
 from flash.types import ANY_CALL, ResponseForm, Tool
@@ -205,3 +206,31 @@ def test_a_grammar_waits_for_the_end_of_the_reasoning_that_the_template_begins(t
     assert grammar_of(tokenizer, form, []).reasoning == {}
     free = tokenizer.with_arguments({"enable_thinking": False})
     assert grammar_of(free, form, []).reasoning == {"enable_thinking": False}
+
+
+class Backend:
+    """Stands for vLLM's backend, and counts how often its compiler was made."""
+
+    made = 1
+
+    def __post_init__(self) -> None:
+        self.made += 1
+
+
+def test_a_compiler_is_replaced_after_many_different_grammars() -> None:
+    """xgrammar keeps a part of each grammar in the compiler for ever."""
+    backend = Backend()
+    manager = SimpleNamespace(backend=None)
+
+    def make(tag: str) -> None:
+        params = SimpleNamespace(structural_tag=tag)
+        bound_memory(manager, SimpleNamespace(structured_output_request=SimpleNamespace(params=params)))
+
+    for number in range(COMPILED):
+        make(f"a {number}")
+        make("b")
+        manager.backend = backend  # vLLM makes it for the first grammar
+    assert backend.made == 2
+    for number in range(COMPILED):
+        make(f"c {number % (COMPILED // 2)}")
+    assert backend.made == 2
