@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from fractions import Fraction
@@ -102,6 +103,8 @@ takes minutes for some 60,000 of them, and all other forms of the engine wait me
 COMPILED = 1000
 """Number of different grammars after which a compiler is replaced. Its cache is bounded, but xgrammar also keeps some
 40 kB of each grammar in the compiler for ever."""
+SLOW_S = 0.01
+"""Seconds of a call of `GrammarReplay.masks` after which later calls run in a thread. Most take a millisecond."""
 CACHE_BYTES = 64 << 20
 """Size of the cache of a `TagChecker`, which makes the parts that grammars have in common only once."""
 DIGITS = 6
@@ -423,17 +426,30 @@ class GrammarReplay:
         self._bits = manager.backend.allocate_token_bitmask(1)
         self._known: dict[bytes, bytes] = {}
         """Masks so far. Equal masks are one object, because a mask of a large vocabulary has many kilobytes."""
+        self._slow = False
+        """True if a call of `masks` took long."""
         _advance(manager, self._request, prompt[len(begin) :])
 
-    def masks(self, token_ids: Sequence[int]) -> list[bytes | None]:
+    async def masks(self, token_ids: Sequence[int]) -> list[bytes | None]:
         """Return the mask of each of the next sampled tokens: bit i is 1 if token i could have been drawn.
 
-        None stands for the whole vocabulary, for example before the grammar begins.
+        None stands for the whole vocabulary, for example before the grammar begins. After a call that took long, the
+        masks are computed in a thread, because a few grammars take milliseconds for each token.
 
         Raises:
             RuntimeError: a token is forbidden. This happens if a model begins a call in its reasoning, which ends the
                 reasoning, while only a text is allowed. The engine then ends the response with an error, too.
         """
+        if self._slow:
+            own = anyio.CapacityLimiter(1)
+            return await anyio.to_thread.run_sync(self._compute, token_ids, limiter=own)
+        begun = time.perf_counter()
+        masks = self._compute(token_ids)
+        self._slow = time.perf_counter() - begun > SLOW_S
+        return masks
+
+    def _compute(self, token_ids: Sequence[int]) -> list[bytes | None]:
+        """Compute the results of `masks`. Raises the errors of `masks`."""
         masks: list[bytes | None] = []
         for token in token_ids:
             # vLLM asks in the same way which of the next tokens are constrained. Here there is one next token, number

@@ -228,7 +228,7 @@ class VLLMEngine:
                 new, new_kept = read_logprobs(piece.logprobs, piece.token_ids, request.sampling, vocabulary)
                 logprobs += new
                 if replay is not None:
-                    new_kept = Kept.of_masks(replay.masks(piece.token_ids), piece.token_ids)
+                    new_kept = Kept.of_masks(await replay.masks(piece.token_ids), piece.token_ids)
                 if new_kept is not None:
                     kept.append(new_kept)
                 if forget is not None:
