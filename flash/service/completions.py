@@ -60,6 +60,8 @@ class _CompletionBody(RequestedSampling, kw_only=True):
     """0: log-probs of the sampled tokens are wanted. Larger numbers ask for other tokens too, and are refused."""
     logit_bias: dict[str, float] | None = None
     """Bias of each token, by its id; refused."""
+    response_format: Any = None
+    """Form of the answer, in the APIs of vLLM and SGLang; refused unless it asks for free text."""
 
 
 _decoder = msgspec.json.Decoder(_CompletionBody)
@@ -85,6 +87,7 @@ def read(body: bytes, earlier: EarlierAnswers) -> tuple[AgentRequest, str]:
             "suffix": parsed.suffix,
             "echo": parsed.echo,
             "logit_bias": parsed.logit_bias,
+            "response_format": parsed.response_format not in (None, {"type": "text"}),
             "chat_template_kwargs": parsed.chat_template_kwargs,
         }
     )

@@ -84,6 +84,7 @@ def test_a_stream_says_the_same() -> None:
         ("echo", True),
         ("stop", ""),
         ("logprobs", 3),
+        ("response_format", {"type": "json_object"}),
         ("max_tokens", 0),
         ("model", "davinci"),
     ],
@@ -92,3 +93,7 @@ def test_what_is_not_done_here_is_refused_by_name(name: str, value: Any) -> None
     with pytest.raises(ApiError) as refused:
         wanted(**{name: value})
     assert msgspec.json.decode(refused.value.body)["error"]["param"] == name
+
+
+def test_a_format_of_free_text_asks_for_nothing() -> None:
+    assert wanted(response_format={"type": "text"}).response_form is None
