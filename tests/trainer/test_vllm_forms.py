@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from flash.foreign.grammars import text_tag
 from flash.rollout.engine import ResponseRequest
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.sampling import FIRST_MASK, WHOLE, Grammar, Sampling, join_kept
-from flash.types import ANY_CALL, Completion, ResponseForm
-from tests.envs.forms import FORMS
+from flash.types import ANY_CALL, Completion, ResponseForm, Trajectory
+from tests.envs.agents import make, play
+from tests.envs.forms import ADD, FORMS
 from tests.rollout.engine_contract import complete
 from tests.rollout.test_vllm_engine import Served, serving
 from tests.trainer.test_vllm_sampling import PROMPT, ROUNDING, log_ratios, trajectory
@@ -47,6 +49,8 @@ TEXT = Grammar(text_tag(SCHEMA))
 NUMBERS: Any = {**SCHEMA, "properties": {"at": SCHEMA["properties"]["at"]}, "required": ["at"]}
 # A tool that a response can call, in the format of chat templates.
 GO: Any = {"type": "function", "function": {"name": "go", "parameters": NUMBERS}}
+SPARE = 272
+"""Token id for which the model has logits, and the tokenizer has no text."""
 # Settings of sampling, by name.
 HOW = {
     "plain": Sampling(),
@@ -72,7 +76,7 @@ def served(tokenizer: HfTokenizer) -> Iterator[Served]:
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer.inner) + 5,  # as models that have rows for no token
+        "vocab_size": SPARE + 3,  # as models that have rows for no token
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -92,12 +96,19 @@ def served(tokenizer: HfTokenizer) -> Iterator[Served]:
         outputs[:, 0] = 0.0
         outputs[tokenizer.inner.convert_tokens_to_ids("<tool_call>")] = 0.0
         outputs[tokenizer.inner.convert_tokens_to_ids("<tool_call>"), 0] = -30.0
+    # Many models have several end tokens. A form that is complete may end with each of them.
+    model.generation_config.eos_token_id = ends(tokenizer)
     folder = Path(tokenizer.inner.name_or_path)
     model.save_pretrained(folder)
     with serving(folder, model, reasoning_parser=QWEN.reasoning_parser) as served:
         served.canary = list(range(24))
         served.load(served.publish())
         yield served
+
+
+def ends(tokenizer: HfTokenizer) -> list[int]:
+    """Return the end tokens of the model: the tokenizer's own, and two more."""
+    return [tokenizer.end[0], tokenizer.inner.convert_tokens_to_ids("<|im_start|>"), SPARE + 1]
 
 
 def asked(grammar: Grammar | None, how: Sampling = HOW["plain"], count: int = 400, seed: int = 1) -> ResponseRequest:
@@ -209,7 +220,7 @@ def test_law_4_a_response_keeps_its_form_while_weights_are_swapped(
 def test_a_forced_call_is_read_as_a_call_whatever_the_weights_are(
     served: Served, tokenizer: HfTokenizer, seed: int
 ) -> None:
-    grammar = tokenizer.grammar(ResponseForm(call=ANY_CALL, single=True), [GO])
+    grammar = anyio.run(tokenizer.grammar, ResponseForm(call=ANY_CALL, single=True), [GO])
     grammar = msgspec.structs.replace(grammar, reasoning=None)
     completion = served.call(complete, served.engine, asked(grammar, seed=seed))
     assert ratio(served, completion) < ROUNDING
@@ -265,3 +276,154 @@ def test_a_response_at_temperature_0_has_a_form_and_no_kept_sets(served: Served,
     completion = served.call(complete, served.engine, asked(TEXT, Sampling(0.0)))
     assert completion.kept is None
     assert tokenizer.decode(completion.token_ids).lstrip()[:1] in ("{", "")
+
+
+def choices(completion: Completion, place: int) -> set[int]:
+    """Return the tokens from which the token at a place of a response was drawn."""
+    assert completion.kept is not None
+    kept = completion.kept.part(place, place + 1)
+    if kept.masks:
+        return {*np.flatnonzero(np.unpackbits(np.frombuffer(kept.masks[0], np.uint8), bitorder="little")).tolist()}
+    others, counts = kept.numbers()
+    assert counts.tolist() == [len(others)]
+    return {completion.token_ids[place], *others.tolist()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("how", [Sampling(), Sampling(stop_token_ids=(SPARE,)), Sampling(top_k=40)])
+def test_a_complete_form_ends_with_any_of_the_end_tokens_and_with_nothing_else(
+    served: Served, tokenizer: HfTokenizer, how: Sampling, seed: int
+) -> None:
+    units = Grammar(text_tag({"enum": ["km", "m"]}))
+    completion = served.call(complete, served.engine, asked(units, how, seed=seed))
+    assert read(tokenizer.decode(completion.token_ids[:-1])) in ("km", "m")
+    assert completion.finish == ("text" if completion.token_ids[-1] in how.stop_token_ids else "stop")
+    assert choices(completion, len(completion.token_ids) - 1) == {*ends(tokenizer), *how.stop_token_ids}
+    assert ratio(served, completion, how) < ROUNDING
+    # A number may end, but may also go on.
+    number = served.call(complete, served.engine, asked(Grammar(text_tag({"type": "integer"})), how, seed=seed))
+    assert number.finish in ("stop", "text")
+    digits = {*tokenizer.inner.convert_tokens_to_ids(list("0123456789"))}
+    last = choices(number, len(number.token_ids) - 1)
+    assert last in ({*ends(tokenizer), *how.stop_token_ids}, {*ends(tokenizer), *how.stop_token_ids} | digits)
+    assert ratio(served, number, how) < ROUNDING
+
+
+def test_a_grammar_that_is_slow_for_each_token_gives_the_right_kept_sets(
+    served: Served, tokenizer: HfTokenizer
+) -> None:
+    slow = {"type": "string", "pattern": "((a|b|ab|aa|ba){1,40}){1,40}"}
+    completion = served.call(complete, served.engine, asked(Grammar(text_tag(slow))))
+    assert {*tokenizer.decode(completion.token_ids[:-1])} <= {*'"ab'}
+    assert ratio(served, completion) < ROUNDING
+
+
+def test_a_form_ends_when_it_is_complete_whatever_the_least_number_of_tokens_is(
+    served: Served, tokenizer: HfTokenizer
+) -> None:
+    how = Sampling(top_k=40, min_tokens=50)
+    completion = served.call(complete, served.engine, asked(Grammar(text_tag({"enum": ["km", "m"]})), how))
+    assert completion.finish == "stop"
+    assert read(tokenizer.decode(completion.token_ids[:-1])) in ("km", "m")
+    assert ratio(served, completion, how) < ROUNDING
+    # A number that could end goes on, and its end is not in the kept sets before.
+    number = served.call(complete, served.engine, asked(Grammar(text_tag({"type": "integer"})), how))
+    read(tokenizer.decode(number.token_ids[:-1]))
+    assert ratio(served, number, how) < ROUNDING
+    if len(number.token_ids) > 3:  # a 0 ends the number
+        assert len(number.token_ids) > 50
+        assert not choices(number, 40) & {*ends(tokenizer)}
+
+
+# -- an agent with all kinds of requests -----------------------------------------------------------------------------
+
+
+class Sampled:
+    """A `Responder` that lets an engine sample each response."""
+
+    def __init__(self, served: Served) -> None:
+        self._engine = served.engine
+        self.asked: list[ResponseRequest] = []
+
+    async def generate(self, request: ResponseRequest) -> Completion:
+        self.asked.append(request)
+        async for piece in self._engine.generate(request):
+            if isinstance(piece, Completion):
+                return piece
+            request.on_tokens(piece.token_ids)
+        raise AssertionError("a stream ended without a completion")
+
+
+async def asks_for_all_at_once(base_url: str, api_key: str, task: str) -> str:
+    """Send plain requests, forms, a form that is cut at a stop text, a forced call and an invalid form at once."""
+    import openai
+
+    formed: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+    invalid: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "object", "not": {}}}}
+    found: dict[str, Any] = {}
+    client: Any
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def ask(name: str, **more: Any) -> None:
+            messages = [{"role": "user", "content": name}]
+            found[name] = await client.chat.completions.create(model="policy", messages=messages, **more)
+
+        async def stream() -> None:
+            messages = [{"role": "user", "content": "streamed"}]
+            events: Any = await client.chat.completions.create(
+                model="policy", messages=messages, response_format=formed, stream=True
+            )
+            choices = [event.choices[0] async for event in events]
+            found["streamed"] = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+
+        async def refused() -> None:
+            with pytest.raises(openai.BadRequestError, match="the keyword `not`"):
+                await ask("invalid", response_format=invalid)
+
+        async with anyio.create_task_group() as group:
+            for each in (
+                partial(ask, "plain", n=2),
+                partial(ask, "two", n=2, response_format=formed, logprobs=True),
+                partial(ask, "stopped", n=2, response_format=formed, stop='"name'),
+                partial(ask, "called", tools=[ADD], tool_choice="required"),
+                partial(ask, "short", response_format=formed, max_tokens=3),
+                stream,
+                refused,
+            ):
+                group.start_soon(each)
+    texts = {name: [choice.message.content for choice in found[name].choices] for name in ("plain", "two", "stopped")}
+    for choice in found["two"].choices:
+        if choice.finish_reason == "stop":
+            assert set(read(choice.message.content)) == {"unit", "name", "at"}
+        assert len(choice.logprobs.content) > 3
+    for choice in found["stopped"].choices:
+        assert choice.finish_reason == "length" or '"unit"' in choice.message.content, choice.message.content
+        assert '"name' not in choice.message.content
+    (short,) = found["short"].choices
+    assert short.finish_reason == "length"
+    (called,) = found["called"].choices
+    if called.finish_reason == "tool_calls":
+        assert called.message.tool_calls[0].function.name == "add"
+    text, finish = found["streamed"]
+    assert finish == "length" or set(read(text)) == {"unit", "name", "at"}
+    return json.dumps(texts)
+
+
+def test_law_4_forms_beside_plain_requests_of_one_agent_are_trained_as_they_were_sampled(served: Served) -> None:
+    import_module("openai")
+    folder = served.config.model.path
+    reader = HfTokenizer(ModelConfig(path=folder, tool_parser=QWEN.tool_parser)).ready()
+    policy = Sampled(served)
+
+    async def played() -> Any:
+        agent = make(f"{__name__}:asks_for_all_at_once")
+        limits = {"max_turns": 20, "max_new_tokens": 120, "max_length": 1000, "step_s": 100.0, "seed": 5}
+        return await play(agent, policy, in_process=False, tokenizer=reader, **limits)
+
+    episode = served.call(played)
+    assert isinstance(episode, Trajectory), episode.message
+    assert len(policy.asked) == len(episode.action_spans) == 9
+    assert sum(request.grammar is not None for request in policy.asked) == 7
+    assert log_ratios(served, [episode]).abs().max() < ROUNDING
+    free = msgspec.structs.replace(episode, kept=None)
+    assert log_ratios(served, [free]).abs().max() > 0.1
