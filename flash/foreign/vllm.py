@@ -174,7 +174,9 @@ def _parameters_of_checked_grammars() -> Any:
     class Checked(SamplingParams):
         """Sampling parameters that vLLM accepts with any grammar."""
 
-        def _validate_structured_outputs(self, *_: Any) -> None:
+        def _validate_structured_outputs(
+            self, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+        ) -> None:
             """Name the package that enforces the grammar. Replaces the method of vLLM that also checks the grammar."""
             grammar: Any = self.structured_outputs
             grammar._backend = "xgrammar"
