@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from flash.config.tree import ModelConfig
 from flash.rollout.engine import ResponseRequest
+from flash.rollout.episode.grammars import Grammars
 from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Outcome, ResponseForm, Trajectory
 from tests.envs.agents import Policy, make, play
@@ -161,6 +163,38 @@ async def test_a_form_that_cannot_be_enforced_is_refused_before_anything_is_samp
     episode, policy = await played("is_refused", tokenizer)
     assert episode.turns[-1].note == TEXT
     assert [request.grammar for request in policy.asked] == [None]
+
+
+class Hurried(HfTokenizer):
+    """A tokenizer whose grammars may take half a second."""
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._config, most_s=0.5)
+
+
+async def asks_for_a_slow_form(base_url: str, api_key: str, task: str) -> str:
+    """Ask for a form whose grammar takes minutes, and then for another one."""
+    import openai
+
+    texts = {f"p{each}": {"type": "string", "maxLength": 4000 + each} for each in range(100)}
+    slow = {"type": "object", "properties": texts, "required": [*texts]}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        create = client.chat.completions.create
+        format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": slow}}
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match=r"its grammar takes more than 0\.5 s") as refused:
+                await create(**ASKED, response_format=format)
+            assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "response_format")
+        reply = await create(**ASKED, response_format={"type": "json_object"})
+    return reply.choices[0].message.content or ""
+
+
+async def test_a_form_whose_grammar_takes_too_long_is_refused_with_the_reason(tokenizer: HfTokenizer) -> None:
+    hurried = Hurried(ModelConfig(path=tokenizer.inner.name_or_path, tool_parser=QWEN.tool_parser))
+    episode, policy = await played("asks_for_a_slow_form", hurried)
+    assert episode.turns[-1].note == TEXT
+    assert len(policy.asked) == 1
 
 
 async def is_refused_with_a_teacher(base_url: str, api_key: str, task: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
-from flash.rollout.episode.grammars import MOST_BYTES, Grammars
+from flash.rollout.episode.grammars import KEPT_GRAMMARS, MOST_BYTES, Grammars
 from flash.sampling import Grammar
 from flash.types import ResponseForm
 from tests.envs.forms import FORMS
@@ -155,9 +155,9 @@ async def test_properties_come_in_the_order_of_the_schema(config: ModelConfig) -
 
 async def test_the_memory_of_many_forms_is_bounded(config: ModelConfig) -> None:
     grammars = Grammars(config)
-    for number in range(200):
+    for number in range(KEPT_GRAMMARS + 20):
         await grammars.of(ResponseForm({"const": number}, calling=False), [], {})
-    assert len(grammars._known) == 64  # pyright: ignore[reportPrivateUsage]
+    assert len(grammars._known) == KEPT_GRAMMARS  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_the_arguments_of_the_template_reach_the_engine_if_the_model_reasons(config: ModelConfig) -> None:

@@ -39,8 +39,8 @@ from flash.sampling import Grammar
 from flash.types import ANY_CALL, ResponseForm, Tool
 from flash.weights.engine_process import follow
 
-KEPT_GRAMMARS = 64
-"""Number of forms whose grammars, or faults, are kept. An agent asks for the same few forms in each episode."""
+KEPT_GRAMMARS = 256
+"""Number of forms whose grammars, or faults, are kept. Episodes of one group ask for the same forms."""
 MOST_BYTES = 1 << 20
 """Largest size in bytes of a form with its tools, as JSON. It bounds the memory of the kept grammars."""
 MOST_S = 10.0
