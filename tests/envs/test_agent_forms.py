@@ -203,14 +203,15 @@ async def is_refused_with_a_teacher(base_url: str, api_key: str, task: str) -> s
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match=r"algorithm\.teacher\.url"):
-            await client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
+            await client.chat.completions.create(**ASKED, response_format={"type": "json_object"}, n=3)
         reply = await client.chat.completions.create(**ASKED)
     return reply.choices[0].message.content or ""
 
 
 async def test_there_are_no_forms_with_the_server_of_a_teacher(tokenizer: HfTokenizer) -> None:
-    episode, _ = await played("is_refused_with_a_teacher", tokenizer, forms=False)
+    episode, policy = await played("is_refused_with_a_teacher", tokenizer, forms=False)
     assert episode.turns[-1].note == TEXT
+    assert [request.grammar for request in policy.asked] == [None], "no response was sampled ahead"
 
 
 async def asks_at_once(base_url: str, api_key: str, task: str) -> str:

@@ -106,7 +106,8 @@ class ResponsesAhead:
         the episode raises it if it reaches the observation.
         """
         transcript = self._transcript
-        if not self._fits():
+        # Without forms the episode refuses the form, and would never take the response.
+        if not self._fits() or (expected.form is not None and not transcript.limits.forms):
             return
         # An observation that is certainly too large is not rendered, because that could take seconds. The tokenizer's
         # own bound is slow to find the first time, so small observations do without it: a message counts as 1 token.
