@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from math import ceil, floor, isfinite
 from typing import Any
 
@@ -42,6 +42,8 @@ TOUCHED = (
     "vllm.v1.request:Request.structured_output_request",
     "vllm.v1.request:Request.append_output_token_ids",
     "vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar",
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+    "vllm.sampling_params:StructuredOutputsParams._backend",
 )
 """Attributes of vLLM that this module uses, as `module:Class.attribute`. A test looks for each of them."""
 
@@ -345,6 +347,28 @@ class TagChecker:
             self._compiled = 0
         self._compiled += 1
         self._compiler.compile_structural_tag(tag)
+
+
+@cache
+def parameters_of_checked_grammars() -> Any:
+    """Return a class of vLLM's sampling parameters whose grammar is not checked again. `flash.foreign.vllm` uses it.
+
+    vLLM would check the grammar for each request, on the event loop, which may take seconds. A `TagChecker` in another
+    process has checked it already.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    class Checked(SamplingParams):
+        """Sampling parameters that vLLM accepts with any grammar."""
+
+        def _validate_structured_outputs(
+            self, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+        ) -> None:
+            """Name the package that enforces the grammar. Replaces the method of vLLM that also checks the grammar."""
+            grammar: Any = self.structured_outputs
+            grammar._backend = "xgrammar"
+
+    return Checked
 
 
 def bound_memory(manager: Any, request: Any) -> None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache, partial
+from functools import partial
 from typing import Any, get_args
 
-from flash.foreign.grammars import GENERATED
+from flash.foreign.grammars import GENERATED, parameters_of_checked_grammars
 
 # -- starting and ending ---------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def sampling_parameters(
     if tag is not None:
         grammar = StructuredOutputsParams(structural_tag=tag)
         settings = {**settings, "structured_outputs": grammar, "extra_args": {GENERATED: generated}}
-        kind = _parameters_of_checked_grammars()
+        kind = parameters_of_checked_grammars()
     return kind(
         **settings,
         max_tokens=max_tokens,
@@ -160,28 +160,6 @@ def sampling_parameters(
         # parameters. These are the same for all requests, so equal requests can share one object.
         skip_clone=True,
     )
-
-
-@cache
-def _parameters_of_checked_grammars() -> Any:
-    """Return a class of vLLM's sampling parameters whose grammar is not checked again.
-
-    vLLM would check the grammar for each request, on the event loop, which may take seconds. Another process has
-    checked it already (`flash.rollout.episode.grammars`).
-    """
-    from vllm.sampling_params import SamplingParams
-
-    class Checked(SamplingParams):
-        """Sampling parameters that vLLM accepts with any grammar."""
-
-        def _validate_structured_outputs(
-            self, model_config: Any, structured_outputs_config: Any, tokenizer: Any
-        ) -> None:
-            """Name the package that enforces the grammar. Replaces the method of vLLM that also checks the grammar."""
-            grammar: Any = self.structured_outputs
-            grammar._backend = "xgrammar"
-
-    return Checked
 
 
 def with_seed(parameters: Any, seed: int) -> Any:

@@ -57,8 +57,6 @@ TOUCHED = (
     "vllm.v1.engine.exceptions:EngineDeadError",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._ensure_worker_termination",
     "vllm.exceptions:VLLMClientError",
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-    "vllm.sampling_params:StructuredOutputsParams._backend",
     "vllm.outputs:CompletionOutput.weight_versions",
     "vllm.outputs:CompletionOutput.routed_experts",
     "vllm.engine.arg_utils:AsyncEngineArgs.enable_return_routed_experts",
