@@ -417,7 +417,7 @@ def test_law_4_forms_beside_plain_requests_of_one_agent_are_trained_as_they_were
 
     async def played() -> Any:
         agent = make(f"{__name__}:asks_for_all_at_once")
-        limits = {"max_turns": 20, "max_new_tokens": 120, "max_length": 1000, "step_s": 100.0, "seed": 5}
+        limits: Any = {"max_turns": 20, "max_new_tokens": 120, "max_length": 1000, "step_s": 100.0}
         return await play(agent, policy, in_process=False, tokenizer=reader, **limits)
 
     episode = served.call(played)
