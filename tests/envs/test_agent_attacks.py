@@ -11,7 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from flash.types import Outcome, Trajectory
+from flash.types import Outcome, ResponseForm, Trajectory
 from tests.envs.agents import NODE, Policy, make, play
 from tests.envs.forms import FORMS
 from tests.envs.test_agent_tools import tokenizer_of
@@ -168,6 +168,8 @@ def test_whatever_is_asked_is_answered_or_refused_and_the_episode_goes_on(tmp_pa
     tokenizer = tokenizer_of(form, tmp_path)
     end = tokenizer.inner.convert_tokens_to_ids(form.end)
     said = [*tokenizer.inner.encode("2 7777", add_special_tokens=False), end]
+    # The first form starts the process that makes grammars, whose imports take seconds.
+    anyio.run(tokenizer.grammar, ResponseForm({"type": "object"}, calling=False), [])
 
     async def main() -> None:
         policy = Policy(lambda _: said, seconds=0.0, ends=(end,))
