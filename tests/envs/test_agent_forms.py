@@ -41,14 +41,17 @@ def tokenizer(tmp_path: Path) -> HfTokenizer:
     return tokenizer
 
 
-async def played(name: str, tokenizer: HfTokenizer, *, forms: bool = True) -> tuple[Trajectory, Policy]:
-    """Return an episode of an agent of this module. The policy answers as a model under the grammar would."""
+async def played(
+    name: str, tokenizer: HfTokenizer, *, forms: bool = True, seconds: float = 0.0
+) -> tuple[Trajectory, Policy]:
+    """Return an episode of an agent of this module. The policy answers as a model under the grammar would, in a number
+    of seconds."""
 
     def say(request: ResponseRequest) -> list[int]:
         calls = request.grammar is not None and "tool_call" in request.grammar.tag
         return tokenizer.inner.encode((CALL if calls else TEXT) + QWEN.end, add_special_tokens=False)
 
-    policy = Policy(say, seconds=0.0, ends=tokenizer.ends)
+    policy = Policy(say, seconds=seconds, ends=tokenizer.ends)
     with anyio.fail_after(60):
         episode = await play(
             make(f"{__name__}:{name}"), policy, in_process=False, tokenizer=tokenizer, max_new_tokens=1000, forms=forms
@@ -203,15 +206,37 @@ async def is_refused_with_a_teacher(base_url: str, api_key: str, task: str) -> s
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match=r"algorithm\.teacher\.url"):
-            await client.chat.completions.create(**ASKED, response_format={"type": "json_object"}, n=3)
+            await client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
         reply = await client.chat.completions.create(**ASKED)
     return reply.choices[0].message.content or ""
 
 
 async def test_there_are_no_forms_with_the_server_of_a_teacher(tokenizer: HfTokenizer) -> None:
-    episode, policy = await played("is_refused_with_a_teacher", tokenizer, forms=False)
+    episode, _ = await played("is_refused_with_a_teacher", tokenizer, forms=False)
     assert episode.turns[-1].note == TEXT
-    assert [request.grammar for request in policy.asked] == [None], "no response was sampled ahead"
+
+
+async def is_refused_beside_a_plain_request(base_url: str, api_key: str, task: str) -> str:
+    """Ask for a form while a plain request is answered, and end when both could have been answered."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def refused() -> None:
+            with pytest.raises(openai.BadRequestError, match=r"algorithm\.teacher\.url"):
+                await client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
+            await anyio.sleep(1.0)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(refused)
+            reply = await client.chat.completions.create(**ASKED)
+    return reply.choices[0].message.content or ""
+
+
+async def test_a_form_that_the_run_refuses_is_not_sampled_ahead(tokenizer: HfTokenizer) -> None:
+    episode, policy = await played("is_refused_beside_a_plain_request", tokenizer, forms=False, seconds=0.5)
+    assert episode.turns[-1].note == TEXT
+    assert [request.grammar for request in policy.asked] == [None]
 
 
 async def asks_at_once(base_url: str, api_key: str, task: str) -> str:
