@@ -26,7 +26,7 @@ from flash.rollout.episode.episode import EpisodePlayer, EpisodeProgress, Episod
 from flash.rollout.episode.phases import Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.run.loop_watch import WatchedLoop
-from flash.samples.rules import BufferRules, ProblemKinds
+from flash.samples.rules import ProblemKinds
 from flash.sampling import Grammar
 from flash.types import (
     Completion,
@@ -165,10 +165,10 @@ async def play_answers(
     )
     if one_turn:
         settings = msgspec.structs.replace(settings, max_turns=1)
-    samplings = BufferRules.of(config, problems.domains).samplings()
+    sampling = problems.domains[kind].sampling if kind in problems.domains else config.sampling
     split = "eval" if is_held_out(seed) else "train"
     # An agent gets these sampling settings with its problem, although nothing is sampled here.
-    task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=samplings.get(kind, samplings[""]))
+    task = Task(0, 0, 0, seed, kind=kind, split=split, sampling=sampling)
     player = EpisodePlayer(env.make, _Characters(), _Answers(answers), settings, Phases(), now=anyio.current_time)
     return await player.play(Lease(0, task, 0), EpisodeProgress())
 
