@@ -94,6 +94,11 @@ class TextWorld(TextGame[TextWorldOptions]):
                     f"{package} is not installed, and needs a C compiler: {advice_for_extra('environments')}"
                 ) from None
 
+    @classmethod
+    def held_out_problems(cls, options: TextWorldOptions) -> int:
+        """Return the number of held-out games. An evaluation plays each of them once."""
+        return options.games
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the game of this seed and return its first observation. It is generated before, if it does not exist.
 

@@ -95,6 +95,7 @@ def test_seeds_take_turns_among_the_games_of_their_side() -> None:
     options = TextWorldOptions(kind="simple", level=2, games=3)
     assert options.game_of(4) == GameOf("simple", 2, 1, False)
     assert options.game_of(HELD_OUT + 4) == GameOf("simple", 2, HELD_OUT + 1, True)
+    assert TextWorld.held_out_problems(options) == 3
 
 
 @pytest.mark.parametrize(
