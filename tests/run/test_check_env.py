@@ -31,7 +31,7 @@ from flash.run.checks.doctor import Finding
 from flash.run.checks.env import checks
 from flash.run.checks.env.resources import growth_without_jumps
 from flash.run.checks.env.training import config_of, judged
-from flash.run.checks.env.trial import Trial
+from flash.run.checks.env.trial import Trial, guess, options_in
 from flash.run.loop_watch import run_watched
 
 LIBC = ctypes.CDLL(None)
@@ -368,6 +368,13 @@ def test_a_file_of_the_user_with_the_name_of_a_standard_module_is_no_fault(
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_a_text_offers_are_guessed_as_a_whole() -> None:
+    text = "You are in a kitchen: it is cold.\n\nCommands: go east, open red door, look\n> "
+    guesses = {guess(seed, ["Find, if you can: a, b", text]) for seed in range(100)}
+    assert {"go east", "open red door", "look"} < guesses
+    assert options_in("You see: a bed, a table. And a door.") == []
 
 
 class GivesInfinity(Good):

@@ -54,6 +54,9 @@ after that time the caller gives up a cancelled call."""
 ROLE = re.compile(r"^(system|user|assistant|tool): ", re.MULTILINE)
 """Mark of a chat message's role in a shown text. It stands before each message and is no part of it."""
 
+OPTIONS_LINE = re.compile(r"^[^:\n]{1,40}: *([^,:.\n]+(?:,[^,:.\n]+)+)$", re.MULTILINE)
+"""Line that offers options: a short name, a colon, and items that commas divide."""
+
 Policy = Callable[[int, list[str]], str]
 """Function that answers in place of the model. The arguments are the problem's seed and the texts shown so far."""
 
@@ -307,11 +310,23 @@ def echo(seed: int, shown: list[str]) -> str:
 def guess(seed: int, shown: list[str]) -> str:
     """Answer a random word of the texts shown so far, or a random number. A policy.
 
-    The answer follows from the arguments, so a repeated episode gets the same answers.
+    Every second answer on average is an option, if the last text offers some: a text adventure understands `go east`,
+    but no single word of it. The answer follows from the arguments, so a repeated episode gets the same answers.
     """
     rng = random.Random(f"{seed} {len(shown)}")
+    if (offered := options_in(plain(shown[-1]))) and rng.random() < 0.5:
+        return rng.choice(offered)
     words = re.findall(r"\w+", plain("\n".join(shown)))
     return rng.choice([*words, str(rng.randrange(100))])
+
+
+def options_in(text: str) -> list[str]:
+    """Return the items of the last list in a text: a line such as `Commands: go east, look`, with at least two items.
+
+    Returns an empty list if the text has no such line.
+    """
+    lists = OPTIONS_LINE.findall(text)
+    return [item.strip() for item in lists[-1].split(",")] if lists else []
 
 
 def always(text: str) -> Policy:
