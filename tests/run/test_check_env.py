@@ -889,6 +889,24 @@ def test_examples_that_take_long_are_made_only_while_there_is_time() -> None:
     assert int(found(count_examples, TaughtSlowly, 2.0).text) <= 20
 
 
+class TaughtFromACache(TaughtSlowly):
+    """Needs a tenth of a second for each example that it has not made before."""
+
+    made: ClassVar[set[int]] = set()
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        new = {seed + number for number in range(count)} - self.made
+        self.made.update(new)
+        LEFT.append(len(new))
+        time.sleep(0.1 * len(new))
+        return Taught.solved_examples(self, count, seed)
+
+
+def test_a_first_example_from_a_cache_does_not_hide_that_others_take_long() -> None:
+    TaughtFromACache.made.add(0)
+    assert int(found(count_examples, TaughtFromACache, 2.0).text) <= 20
+
+
 class TaughtInAChat(Taught):
     """Shows the prompts of `Taught` as chat messages."""
 

@@ -47,6 +47,8 @@ EXAMPLES = 500
 """Largest number of solved examples in which `Trial.known_answers` looks for a problem."""
 EXAMPLES_SHARE = 0.25
 """Share of the remaining time of a check in which these examples are made."""
+GROWTH = 2
+"""Factor by which the number of solved examples grows from one call of `solved_examples` to the next."""
 HOLD_S = 0.4
 """Seconds for which `CutEnvironment` holds a method at an `await` until the cancellation arrives. The cancellation does
 not arrive if the code shields itself against it. It must be below `SPIN_S` of `flash.environment.calls` (seconds):
@@ -274,17 +276,23 @@ class Trial:
 def examples_within(env: WarmStart, most: int, seconds: float, seed: int = 0) -> list[SolvedExample]:
     """Return at least one solved example, and at most `most`: as many as can be made in about `seconds`.
 
-    The time that the first one takes is measured: some environments need a second for each. `seed` determines the
-    examples. Blocks, so callers run it in a thread.
+    Some environments need a second for each, and keep the first ones. So the number grows step by step, as long as the
+    time of the last step shows that the next one will be in time. `seed` determines the examples. Blocks, so callers
+    run it in a thread.
 
     Raises:
         EnvError: the method of the environment failed.
     """
-    start = perf_counter()
+    count, end = 1, perf_counter() + seconds
     with typed_errors("solved_examples"):
-        examples = env.solved_examples(1, seed)
-        count = min(most, int(seconds / max(perf_counter() - start, 1e-6)))  # the least time is only a divisor
-        return env.solved_examples(count, seed) if count > 1 else examples
+        while True:
+            start = perf_counter()
+            examples = env.solved_examples(count, seed)
+            more, now = min(most, GROWTH * count), perf_counter()
+            # The next call may have `more - count` examples to make that no call has made, and each may take long.
+            if more == count or now + (now - start) * more / count > end:
+                return examples
+            count = more
 
 
 def _answers_by_prompt(examples: list[SolvedExample]) -> dict[str, list[str]]:
