@@ -235,16 +235,56 @@ async def play_and_compare(trial: Trial) -> Finding:
 def test_a_game_that_shows_its_problems_only_in_later_turns_gets_a_warning() -> None:
     finding = found(play_and_compare, HiddenNumber)
     assert finding.state == "warning"
-    assert "1 prompt, and 1 of these are in both" in finding.text
+    assert "1 prompt, and 1 of these (100%) are in both" in finding.text
 
 
 def test_held_out_problems_that_are_trained_and_problems_that_are_all_alike_are_named() -> None:
-    finding = found(checks.problems, Shared)
+    finding = found(checks.problems, Shared, 1.0)
     assert finding.state == "failure"
-    assert "of these are in both, such as 'Add " in finding.text
+    assert "%) are in both, such as 'Add " in finding.text
     finding = found(checks.problems, OneProblem)
     assert finding.state == "warning"
     assert "300 training seeds show 1 prompt," in finding.text
+
+
+class LateTwin(Good):
+    """Has twenty held-out problems, of which the last one is the training problem of seed 400."""
+
+    async def reset(self, seed: int) -> Any:
+        return f"Add 1 to {400 if seed == flash.HELD_OUT + 19 else seed}: ", {}
+
+    @classmethod
+    def held_out_problems(cls) -> int:
+        return 20
+
+
+def test_a_held_out_problem_that_is_trained_late_is_found_with_its_share() -> None:
+    finding = found(checks.problems, LateTwin)
+    assert finding.state == "failure"
+    assert ", 20 held-out seeds 20 prompts, and 1 of these (5%) are in both" in finding.text
+    assert finding.text.endswith("such as 'Add 1 to 400: ' of seeds 400 and 2147483667")
+
+
+class TwoHundred(Good):
+    """Has two hundred training problems and forty held-out ones."""
+
+    async def reset(self, seed: int) -> Any:
+        number = (seed - flash.HELD_OUT) % 40 + 200 if is_held_out(seed) else seed % 200
+        return f"Add 1 to {number}: ", {}
+
+
+def test_a_collection_is_compared_until_its_problems_repeat() -> None:
+    finding = found(checks.problems, TwoHundred)
+    assert finding.text == (
+        "600 training seeds show 200 prompts, 300 held-out seeds 40 prompts, and 0 of these are in both"
+    )
+    assert finding.state == "warning"  # an evaluation asks 128
+    trial_config = make_config(TwoHundred)
+    few = msgspec.structs.replace(trial_config, eval=msgspec.structs.replace(trial_config.eval, problems=40))
+    reported: list[Finding] = []
+    some = {"problems": (checks.problems, 1.0)}
+    run_watched(lambda message: None, checks.examine_environment, few, 10.0, reported.append, some)
+    assert reported[0].state == "pass", reported
 
 
 # -- determinism -------------------------------------------------------------------------------------------------------
@@ -997,13 +1037,17 @@ def test_a_check_without_a_result_in_its_time_is_a_warning_and_the_others_go_on(
     reported: list[Finding] = []
     some = {"problems": (checks.problems, 1.0), "speed": (checks.speed, 1.0), "interface": (checks.interface, 8.0)}
     run_watched(lambda message: None, checks.examine_environment, make_config(Forever), 3.0, reported.append, some)
+    # The check `problems` reports what it has seen.
+    assert " training seeds show " in reported[0].text
+    assert reported[0].text.partition("; ")[2].startswith("seed 7 was ")
+    assert reported[0].text.endswith(" s under way, before its first answer")
     assert [(one.check, one.state) for one in reported] == [
         ("problems", "warning"),
         ("speed", "warning"),
         ("interface", "pass"),
     ]
-    assert reported[0].text.startswith("no result within 1 s; seed 7 was ")
-    assert reported[0].text.endswith(" s under way, before its first answer")
+    assert reported[1].text.startswith("no result within 1 s; seed 7 was ")
+    assert reported[1].text.endswith(" s under way, before its first answer")
 
 
 class NeverStarts(Good):

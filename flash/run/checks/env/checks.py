@@ -18,6 +18,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from time import perf_counter
 
 import anyio
@@ -56,8 +57,12 @@ from flash.run.checks.env.trial import (
 from flash.run.play import Played
 from flash.waiting import deadline
 
-PROBLEMS = 300
+PROBLEMS = 10_000
 """Largest number of training problems, and of held-out ones, whose prompts are compared."""
+LOOKED = 300
+"""Number of problems of each side after which `problems` looks at the other side. An evaluation asks about as many."""
+REPEATS = 100
+"""Number of seeds without a new prompt after which a side has no more, if it is at least twice the prompts so far."""
 REPEATED = 8
 """Number of problems that are played again to compare observations and rewards."""
 REWARDED = 32
@@ -89,7 +94,19 @@ SHOWN = 300
 ONE_TURN_SHARE, GAME_SHARE = 0.05, 0.25
 """Shares of the reward of known answers from which a shortcut is a warning: with one answer, and in a game."""
 CLOSE_S = 0.3
-"""Limit of `close` in seconds while it is cancelled. The deadline of a run would take too long for each `await`."""
+"""Limit of `close` in seconds while it is cancelled, and of a `close` that is known to hang. The deadline of a run
+would take too long for each of them."""
+TIME_SHARE = 0.9
+"""Share of the time of `problems` after which it stops the episodes that run, to report what it has seen."""
+NEEDS_REWARD = frozenset({"rewards", "shortcuts", "failures", "training"})
+"""Names of the checks that are skipped if each answer fails."""
+STEADY = (
+    "draw what is random from a generator made from the seed, and keep the state of an episode in `self`; of a judge, "
+    "use temperature 0"
+)
+"""Advice about rewards that change."""
+SLOW = "the environment is slow: allow more with --minutes"
+"""Advice of a check that had too little time."""
 
 STRANGE = (
     *("", " ", "\n" * 50, "x" * 100_000, "9" * 5000, "-1", "1e999", "nan", "inf", "1/0", "½", "٣", "None", "%s{0}"),
@@ -151,19 +168,78 @@ async def _other_than(trial: Trial, failed: Episode) -> Episode | None:
     return None
 
 
+class _Prompts:
+    """First prompts of the training problems, or of the held-out ones, as far as `problems` has seen them.
+
+    Prompts are compared by hash, so that many of them need little memory.
+
+    Args:
+        first: first seed.
+        most: largest number of seeds.
+    """
+
+    def __init__(self, first: int, most: int) -> None:
+        self._first, self._next, self._end = first, first, first + most
+        self._newest = first
+        """Highest seed that has shown a new prompt."""
+        self.seeds = 0
+        """Number of seeds whose prompt was seen."""
+        self.found: dict[bytes, tuple[int, str]] = {}
+        """First seed and beginning of each prompt, by hash."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if all seeds were tried, or the last ones have repeated earlier prompts only."""
+        return self._next == self._end or self._next - self._newest > max(REPEATS, 2 * len(self.found))
+
+    def distinct(self, seeds: int) -> int:
+        """Return the number of different prompts of the first `seeds` seeds."""
+        return sum(seed < self._first + seeds for seed, _ in self.found.values())
+
+    async def look_on(self, trial: Trial, seconds: float) -> bool:
+        """Look at the next `LOOKED` problems, or at fewer if the check is late. Return False if `seconds` passed and
+        episodes were cut off."""
+        seeds = range(self._next, min(self._next + LOOKED, self._end))
+        self._next = seeds.stop
+        with anyio.move_on_after(seconds) as scope:
+            await trial.look(seeds, self._see)
+        return not scope.cancelled_caught
+
+    def _see(self, seed: int, shown: str) -> None:
+        """Count a prompt."""
+        self.seeds += 1
+        name = blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if name not in self.found:
+            self.found[name] = seed, _short(shown)
+            self._newest = max(self._newest, seed)
+
+
 async def problems(trial: Trial) -> Finding:
-    """Compare the prompts of training problems with each other, and with the prompts of held-out problems."""
+    """Compare the prompts of training problems with each other, and with the prompts of held-out problems.
+
+    As many problems are compared as the time allows, at most `PROBLEMS` of each side.
+    """
     # Number of held-out problems; None: there is no limit.
-    limit, end = trial.env.held_out_problems(), trial.until
-    trial.until = (perf_counter() + end) / 2  # half of the time is for the held-out problems
-    trained = await trial.look(range(PROBLEMS))
-    trial.until = end
-    held_out = await trial.look(range(HELD_OUT, HELD_OUT + min(PROBLEMS, PROBLEMS if limit is None else limit)))
-    both = set(trained.values()) & set(held_out.values())
-    distinct, distinct_held_out = len(set(trained.values())), len(set(held_out.values()))
+    limit, end, in_time = trial.env.held_out_problems(), trial.until, True
+    over = end + (2 * TIME_SHARE - 1) * (end - perf_counter())  # `end` is at half of the time
+    trained = _Prompts(0, PROBLEMS)
+    held_out = _Prompts(HELD_OUT, PROBLEMS if limit is None else min(limit, PROBLEMS))
+    while in_time and not (trained.is_over and held_out.is_over):
+        if not trained.is_over:
+            share = 1.0 if held_out.is_over else 0.5
+            trial.until = perf_counter() + share * (end - perf_counter())
+            in_time &= await trained.look_on(trial, share * (over - perf_counter()))
+        trial.until = end
+        if not held_out.is_over:
+            in_time &= await held_out.look_on(trial, over - perf_counter())
+        if trial.is_late:
+            break
+    both = trained.found.keys() & held_out.found.keys()
+    distinct, distinct_held_out = len(trained.found), len(held_out.found)
+    percent = f" ({100 * len(both) / distinct_held_out:.3g}%)" if both else ""
     text = (
-        f"{len(trained)} training seeds show {counted(distinct, 'prompt')}, {len(held_out)} held-out seeds "
-        f"{counted(distinct_held_out, 'prompt')}, and {len(both)} of these are in both"
+        f"{trained.seeds} training seeds show {counted(distinct, 'prompt')}, {held_out.seeds} held-out seeds "
+        f"{counted(distinct_held_out, 'prompt')}, and {len(both)} of these{percent} are in both"
     )
     if both and distinct == 1 and any(len(one.shown) > 1 for one in trial.episodes):
         # A game may begin with the same text each time, and differ in its later turns, which nobody has compared.
@@ -172,14 +248,21 @@ async def problems(trial: Trial) -> Finding:
             "later turns may differ, but the prompts do not show that held-out problems differ from the trained ones",
         )
     if both:
+        seed, shown = min(held_out.found[name] for name in both)
+        twin = min(trained.found[name][0] for name in both if held_out.found[name][0] == seed)
+        more = "" if trained.is_over else "; a longer run trains more problems, and so more of these"
         return failure(
-            f"{text}, such as {_short(min(both))}",
+            f"{text}, such as {shown} of seeds {twin} and {seed}",
             "divide the problems themselves, for example by a hash of the prompt: `flash.is_held_out(seed)` says which "
-            "side a seed asks for",
+            f"side a seed asks for{more}",
         )
-    if len(trained) >= FEW and distinct <= max(1, len(trained) // ALIKE):
+    if not in_time or not (trained.seeds and held_out.seeds):
+        return warning(f"{text}{trial.unfinished and f'; {trial.unfinished}'}", SLOW)
+    # More seeds than these repeat the problems of a collection, which is no fault.
+    looked, asked = min(trained.seeds, LOOKED), min(held_out.seeds, LOOKED, trial.config.eval.problems)
+    if looked >= FEW and trained.distinct(looked) <= max(1, looked // ALIKE):
         return warning(text, "a run sees few different problems: draw them from `random.Random(seed)`")
-    if limit is None and len(held_out) >= FEW and distinct_held_out < len(held_out) / 2:
+    if limit is None and asked >= FEW and held_out.distinct(asked) < asked / 2:
         return warning(
             text,
             "an evaluation asks some problems several times, so that its interval is too narrow: return their number "

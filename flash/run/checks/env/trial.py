@@ -206,11 +206,16 @@ class Trial:
             raise first_error(errors) from None
         return sorted(played, key=lambda episode: episode.seed)
 
-    async def look(self, seeds: Iterable[int]) -> dict[int, str]:
-        """Return the first observation of each seed. Seeds whose reset fails, or that come too late, are left out."""
+    async def look(self, seeds: Iterable[int], see: Callable[[int, str], None] | None = None) -> dict[int, str]:
+        """Return the first observation of each seed. Seeds whose reset fails, or that come too late, are left out.
+
+        `see` is called with each seed and its observation at once, so that a cancelled call has seen some.
+        """
 
         def stop(seed: int, shown: list[str]) -> str:
             """End the episode. A policy."""
+            if see is not None:
+                see(seed, shown[0])
             raise _EnoughSeenError("seen")
 
         seen = await self.play_many(seeds, stop, keep=False)
