@@ -97,6 +97,11 @@ class LoadedEnvironment:
         """
         return self._class_with("held_out_problems") is not None
 
+    @property
+    def is_solved(self) -> bool:
+        """True if the class has the method `solution_of`, even if this knows no answer. Reads no data set."""
+        return self._class_with("solution_of") is not None
+
     def held_out_problems(self) -> int | None:
         """Return the number of held-out problems; None if there is no limit. May read a data set.
 

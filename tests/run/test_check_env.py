@@ -70,6 +70,24 @@ class Good:
         return cls().draw(random.Random(seed), is_held_out(seed))[1]
 
 
+class Blocking:
+    """Environment like `Good`, with plain methods that block."""
+
+    def __init__(self) -> None:
+        self.good = Good()
+
+    def reset(self, seed: int) -> Any:
+        time.sleep(0.001)
+        shown, self.good.answer = self.good.draw(random.Random(seed), is_held_out(seed))
+        return shown, {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.001)
+        return "", float(action.strip() == self.good.answer), True, False, {}
+
+    def close(self) -> None: ...
+
+
 def make_config(env: type[object], **deadlines: float) -> Config:
     """Return a configuration with an environment of this file, and with other deadlines in seconds."""
     tree = {
@@ -137,6 +155,13 @@ class Hangs(Good):
         await anyio.sleep(60)
 
 
+class NeverSteps(Good):
+    """Hangs in each step."""
+
+    async def step(self, action: str) -> Any:
+        await anyio.sleep(60)
+
+
 def test_an_error_of_the_interface_has_the_message_of_the_dry_run() -> None:
     finding = found(checks.interface, NoReward)
     assert finding.state == "failure"
@@ -149,10 +174,132 @@ def test_an_error_of_the_interface_has_the_message_of_the_dry_run() -> None:
     assert late.text.startswith("env_timeout: environment reset (seed 0) took longer than 0.1 s, at ")
 
 
-def test_nothing_else_is_checked_after_an_error_of_the_interface() -> None:
+def report_of(env: type[object], *names: str, seconds: float = 60.0) -> list[Finding]:
+    """Return the findings of the named checks about an environment, or of all checks."""
     reported: list[Finding] = []
-    run_watched(lambda message: None, checks.examine_environment, make_config(NoReward), 60.0, reported.append)
+    some = {name: checks.CHECKS[name] for name in names or checks.CHECKS}
+    run_watched(lambda message: None, checks.examine_environment, make_config(env), seconds, reported.append, some)
+    return reported
+
+
+@pytest.mark.parametrize("env", [NotMade, NeverSteps])
+def test_nothing_else_is_checked_after_an_environment_that_shows_nothing_or_hangs(env: type[object]) -> None:
+    reported: list[Finding] = []
+    config = make_config(env, env_step=0.1)
+    run_watched(lambda message: None, checks.examine_environment, config, 60.0, reported.append)
     assert [(one.check, one.state) for one in reported] == [("interface", "failure")]
+    assert reported[0].advice == "mend this first; nothing else was checked"
+
+
+class VerifierRaises(Good):
+    """Reads a value in each step that is not there."""
+
+    async def step(self, action: str) -> Any:
+        await anyio.lowlevel.checkpoint()
+        return "", float({}["solution"] == action), True, False, {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "said"), [(VerifierRaises, "raised KeyError: 'solution'"), (NoReward, "must be a finite number")]
+)
+def test_a_verifier_that_always_fails_is_named_once_and_all_else_is_checked(env: type[object], said: str) -> None:
+    reported = report_of(env, seconds=150.0)
+    needs_reward = ("rewards", "shortcuts", "failures", "training")
+    assert [(one.check, one.state) for one in reported] == [
+        (name, "failure" if name == "interface" else "skipped" if name in needs_reward else "pass")
+        for name in checks.CHECKS
+    ], reported
+    assert said in reported[0].text
+    assert reported[0].text.endswith("; each answer that was tried fails")
+    assert [one.check for one in reported if said in one.text] == ["interface"]
+    assert f"({__file__}:" in reported[0].text
+    assert reported[2].text.startswith("8 seeds gave equal prompts again, side by side")
+
+
+class HashedAndRaises(VerifierRaises):
+    """Draws its prompts with `hash`, and raises in each step."""
+
+    def draw(self, rng: random.Random, held_out: bool) -> tuple[str, str]:
+        return f"Say {hash(str(rng.random()))}: ", "x"
+
+
+def test_prompts_that_change_are_named_though_each_step_fails() -> None:
+    finding = report_of(HashedAndRaises, "interface", "determinism")[1]
+    assert finding.state == "failure"
+    assert "and in another process 'Say " in finding.text
+
+
+class HeldOutRaises(Good):
+    """Raises for each answer to a held-out problem."""
+
+    async def step(self, action: str) -> Any:
+        if int(self.answer) % 2:
+            raise KeyError("solution")
+        return await super().step(action)
+
+
+def test_held_out_problems_that_always_fail_are_named_and_rewards_are_checked() -> None:
+    reported = report_of(HeldOutRaises, "interface", "rewards")
+    assert [(one.check, one.state) for one in reported] == [("interface", "failure"), ("rewards", "pass")]
+    assert "(seed 2147483648) raised KeyError" in reported[0].text
+    assert reported[0].advice == "mend this first: nothing can be evaluated"
+
+
+class ClosesAfterAStep(Good):
+    """Waits in `close` for a step."""
+
+    async def reset(self, seed: int) -> Any:
+        self.over = anyio.Event()
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Any:
+        self.over.set()
+        return await super().step(action)
+
+    async def close(self) -> None:
+        await self.over.wait()
+
+
+class ThreadNeverEnds(Blocking):
+    """Waits in `close`, in a thread, for a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        LEFT.append(threading.Event())
+        self.over: threading.Event = LEFT[-1]
+
+    def step(self, action: str) -> Any:
+        self.over.set()
+        return super().step(action)
+
+    def close(self) -> None:
+        self.over.wait()
+
+
+@pytest.mark.parametrize("env", [ClosesAfterAStep, ThreadNeverEnds])
+def test_a_close_that_hangs_after_an_early_end_is_named_with_its_line(env: type[Any]) -> None:
+    finding = found(checks.interface, env, close=0.2)
+    line = env.close.__code__.co_firstlineno + 1
+    assert finding.state == "failure"
+    early, _, said = finding.text.partition(": ")
+    assert early == "an episode that ends before its first answer"
+    assert said.startswith(f"environment close (seed 0) took longer than 0.2 s, at {__file__}:{line}")
+
+
+class NeverCloses(Good):
+    """Hangs in each `close`."""
+
+    async def close(self) -> None:
+        await anyio.sleep(1000)
+
+
+def test_a_check_without_a_result_names_the_call_that_hung() -> None:
+    reported: list[Finding] = []
+    config = make_config(NeverCloses, close=1.2)
+    some = {"interface": (checks.interface, 1.0)}
+    run_watched(lambda message: None, checks.examine_environment, config, 1.0, reported.append, some)
+    assert reported[0].text.startswith("no result within 1 s; environment close (seed 0) took longer than 1.2 s, at ")
 
 
 class ReadsNumbers(Good):
@@ -378,6 +525,56 @@ def test_problems_and_rewards_that_change_are_named(env: type[object], state: st
     assert finding.state == state
     assert said in finding.text
     assert finding.advice
+
+
+class SharedAnswer(Good):
+    """Keeps the answer to a problem in the class. No guess is right, so no reward shows that."""
+
+    secret = ""
+
+    async def reset(self, seed: int) -> Any:
+        shown, info = await super().reset(seed)
+        type(self).secret = self.answer
+        return shown, info
+
+    async def step(self, action: str) -> Any:
+        return "", float(action == self.secret + "!"), True, False, {}
+
+
+class SharedTable(Good):
+    """Keeps the answer to a problem in a table of the class."""
+
+    table: ClassVar[dict[str, str]] = {}
+
+    async def reset(self, seed: int) -> Any:
+        shown, info = await super().reset(seed)
+        self.table["answer"] = self.answer
+        return shown, info
+
+
+class CountsEpisodes(Good):
+    """Counts its episodes in the class, and keeps its problems there, which is no fault."""
+
+    episodes = 0
+    kept: ClassVar[dict[int, str]] = {}
+
+    async def reset(self, seed: int) -> Any:
+        type(self).episodes += 1
+        shown, info = await super().reset(seed)
+        self.kept[seed] = shown
+        return shown, info
+
+
+@pytest.mark.parametrize(("env", "name"), [(SharedAnswer, "SharedAnswer.secret"), (SharedTable, "SharedTable.table")])
+def test_the_state_of_an_episode_in_a_class_is_named(env: type[object], name: str) -> None:
+    finding = found(checks.determinism, env)
+    assert finding.state == "warning"
+    assert finding.text.startswith(f"`{name}` (test_check_env.py) changed with the problem of an episode")
+
+
+def test_a_counter_and_a_cache_in_a_class_are_no_state_of_an_episode() -> None:
+    finding = found(checks.determinism, CountsEpisodes)
+    assert finding.state == "pass", finding
 
 
 class UsesFlash(Good):
@@ -853,24 +1050,6 @@ def test_a_cancellation_that_leaves_something_or_is_swallowed_is_named(
 def test_an_environment_that_cleans_up_may_be_cancelled_at_each_await(env: type[object]) -> None:
     finding = found(checks.cancellation, env, 20)
     assert finding.state == "pass", finding
-
-
-class Blocking:
-    """Environment like `Good`, with plain methods that block."""
-
-    def __init__(self) -> None:
-        self.good = Good()
-
-    def reset(self, seed: int) -> Any:
-        time.sleep(0.001)
-        shown, self.good.answer = self.good.draw(random.Random(seed), is_held_out(seed))
-        return shown, {}
-
-    def step(self, action: str) -> Any:
-        time.sleep(0.001)
-        return "", float(action.strip() == self.good.answer), True, False, {}
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.slow

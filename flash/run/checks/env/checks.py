@@ -25,10 +25,10 @@ import anyio
 import msgspec
 
 from flash.config.tree import Config
-from flash.environment.calls import UserTask, shortened
+from flash.environment.calls import EnvTimeoutError, UserTask, shortened
 from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
-from flash.errors import FlashError
+from flash.errors import EnvError, FlashError
 from flash.run.checks.doctor import Finding
 from flash.run.checks.env.resources import (
     BlockSampler,
@@ -39,6 +39,7 @@ from flash.run.checks.env.resources import (
     said,
     traced_bytes,
     tracing,
+    variables,
 )
 from flash.run.checks.env.trial import (
     Cut,
@@ -54,7 +55,7 @@ from flash.run.checks.env.trial import (
     in_turn,
     play_apart,
 )
-from flash.run.play import Played
+from flash.types import Outcome
 from flash.waiting import deadline
 
 PROBLEMS = 10_000
@@ -130,28 +131,49 @@ warning, failure = partial(Finding, "warning"), partial(Finding, "failure")
 async def interface(trial: Trial) -> Finding:
     """Play a training problem and a held-out one with the answer of the dry run, the last character of the prompt.
 
-    If the environment fails on that answer, others are tried. Sets `trial.is_playable` if both problems can be played
-    with some answer; without it `examine_environment` makes no other check.
+    If the environment fails on that answer, others are tried. Then an environment is closed after its `reset`. Sets
+    `trial.is_playable` if both problems are shown; without it `examine_environment` makes no other check. Sets
+    `trial.always_fails` if each answer to the training problem raises an error: then nothing gets a reward.
     """
     played: list[Episode] = []
-    fault: Finding | None = None  # the failure to report although another answer could be played
+    always: Finding | None = None  # the failure of each answer to a problem
+    fault: Finding | None = None  # the failure of one answer, although another one could be played
     for seed in (0, HELD_OUT):
         one = await trial.play(seed, lambda seed, shown: shown[-1][-1:])
         if one.failure is not None:
             text = f"{one.failure.outcome}: {shortened(one.failure.message, 3 * SHOWN)}"
-            if (other := await _other_than(trial, one)) is None:
+            if (other := await _other_than(trial, one)) is not None:
+                fault = fault or failure(
+                    f"{text}; the answer was {_short(one.answers[-1])}",
+                    "return reward 0.0 for an answer that cannot be read; the other checks need answers that can be "
+                    "read",
+                )
+                one = other
+            elif one.answers and one.failure.outcome in (Outcome.ENV_ERROR, Outcome.REWARD_ERROR):
+                trial.always_fails |= seed == 0
+                follow = "only the checks that need no reward follow" if seed == 0 else "nothing can be evaluated"
+                always = always or failure(f"{text}; each answer that was tried fails", f"mend this first: {follow}")
+            else:  # `reset` fails, or a call hangs, as it would in each other check
                 return failure(text, "mend this first; nothing else was checked")
-            fault = fault or failure(
-                f"{text}; the answer was {_short(one.answers[-1])}",
-                "return reward 0.0 for an answer that cannot be read; the other checks need answers that can be read",
-            )
-            one = other
         played.append(one)
     trial.is_playable = True
+    try:
+        await trial.close_early(0)
+    except EnvError as error:
+        fault = fault or failure(
+            f"an episode that ends before its first answer: {shortened(str(error), 3 * SHOWN)}",
+            "a run ends episodes at any time: `close` must not wait for a step that never comes",
+        )
+        if isinstance(error, EnvTimeoutError):  # the next checks would wait for each such close
+            trial.config = _with_close_limit(trial.config, CLOSE_S)
     trained, held_out = (counted(len(one.shown), "turn") for one in played)
-    return fault or passed(
-        f"a training problem had {trained}, and a held-out one {held_out}; shown: {_short(played[0].shown[0])}"
-    )
+    shown = _short(played[0].shown[0])
+    return always or fault or passed(f"a training problem had {trained}, and a held-out one {held_out}; shown: {shown}")
+
+
+def _with_close_limit(config: Config, seconds: float) -> Config:
+    """Return a configuration with another deadline of `close`."""
+    return msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, close=seconds))
 
 
 async def _other_than(trial: Trial, failed: Episode) -> Episode | None:
@@ -287,7 +309,8 @@ async def determinism(trial: Trial) -> Finding:
         if seed % 2:
             policies.reverse()
         for policy in policies:
-            if (one := await trial.play(seed, policy)).failure is None:
+            one = await trial.play(seed, policy)
+            if one.failure is None or (trial.always_fails and one.shown):
                 first_time[seed] = one
                 break
         if trial.is_late:
@@ -299,33 +322,62 @@ async def determinism(trial: Trial) -> Finding:
     alone = [await trial.play(seed, in_turn(answers)) for seed in answers]
     beside = await trial.play_many(answers, in_turn(answers))
     for when, episodes in (("again", alone), ("beside other episodes", beside)):
-        for one in episodes:
-            was = first_time[one.seed]
-            if one.failure is not None:
-                return failure(f"seed {one.seed} fails {when}: {shortened(one.failure.message, SHOWN)}")
-            if fault := _differences(was, one, one.seed, when):
-                return fault
+        if fault := _first_difference(first_time, episodes, when):
+            return fault
+    names = [] if trial.is_late else await _shared_names(trial)
     try:
         # A second after the first episode, a prompt that shows the time in whole seconds has changed.
         await anyio.sleep(max(0.0, min(start + 1.1, trial.until) - perf_counter()))
-        apart = await play_apart(trial.config, answers)
+        with trial.working("the process that plays the problems again"):
+            apart = await play_apart(trial.config, answers)
     except FlashError as error:
         return failure(f"the problems cannot be played in another process: {shortened(str(error), SHOWN)}")
-    for seed, one in apart.items():
-        if fault := _differences(first_time[seed], one, seed, "in another process"):
+    if fault := _first_difference(first_time, apart, "in another process"):
+        return fault
+    if names:
+        return warning(
+            f"{' and '.join(names[:3])} changed with the problem of an episode, and all episodes of a process share it",
+            "keep the state of an episode in `self`: otherwise the problem of another episode may judge an answer",
+        )
+    equal = "prompts" if trial.always_fails else "prompts and rewards"
+    return passed(f"{counted(len(answers), 'seed')} gave equal {equal} again, side by side, and in another process")
+
+
+async def _shared_names(trial: Trial) -> list[str]:
+    """Return the variables of modules and classes that have one value for each problem.
+
+    Two problems are shown, and the first one again. A variable that is then as before, and was not meanwhile, holds the
+    state of an episode. A counter or a cache is never as before.
+    """
+    seen: list[dict[str, object]] = []
+    for seed in (0, 1, 0):
+        await trial.look([seed], lambda seed, shown: seen.append(variables()))
+    if len(seen) < 3:  # a reset has failed
+        return []
+    first_time, other, again = seen
+    return [name for name in other if first_time.get(name) == again.get(name) != other[name] and name in first_time]
+
+
+def _first_difference(first_time: Mapping[int, Episode], episodes: Sequence[Episode], when: str) -> Finding | None:
+    """Return the finding about the first of these episodes that differs from the one in `first_time` with the same
+    seed; None if none does. `when`: see `_differences`."""
+    for one in episodes:
+        was = first_time[one.seed]
+        if one.failure is not None and was.failure is None:
+            return failure(f"seed {one.seed} fails {when}: {shortened(one.failure.message, SHOWN)}")
+        if one.shown and (fault := _differences(was, one, one.seed, when)):
             return fault
-    count = counted(len(answers), "seed")
-    return passed(f"{count} gave equal prompts and rewards again, side by side, and in another process")
+    return None
 
 
-def _differences(was: Episode, again: Episode | Played, seed: int, when: str) -> Finding | None:
+def _differences(was: Episode, again: Episode, seed: int, when: str) -> Finding | None:
     """Return the finding about the difference of two episodes with one seed and equal answers; None if there is none.
 
     Other prompts are a failure; other observations after an answer, or other rewards, are a warning.
 
     Args:
         was: first episode.
-        again: second episode. Neither of them has failed.
+        again: second episode. It has failed only if the first one has.
         seed: seed of the problem.
         when: circumstances of the second episode, as a phrase of the message: `again`, `beside other episodes` or
             `in another process`.
@@ -336,7 +388,8 @@ def _differences(was: Episode, again: Episode | Played, seed: int, when: str) ->
             "again": "draw what is random from `random.Random(seed)`",
             "beside other episodes": "keep the state of an episode in `self`, not in the module, in the class or in "
             "the generator of `random`, which all episodes share",
-            "in another process": "Python's `hash` and the order of sets of texts differ between processes, as do the "
+            "in another process": "each process must show the same problems: give a seed to what a module shuffles or "
+            "draws at its import; Python's `hash` and the order of sets of texts differ between processes, as do the "
             "time and its zone: use `hashlib` or `zlib.crc32`, sort, and draw dates from `random.Random(seed)`",
         }[when]
         return failure(f"seed {seed} shows {_short(shown[0])}, and {when} {_short(shown_again[0])}", advice)
@@ -346,7 +399,8 @@ def _differences(was: Episode, again: Episode | Played, seed: int, when: str) ->
         turn = next((turn for turn, (one, two) in pairs if one != two), min(len(shown), len(shown_again)))
         return warning(
             f"the same answers to seed {seed} lead to other observations {when}, after turn {turn}",
-            "draw what happens in a step from a generator that `reset` has made from the seed",
+            "draw what happens in a step from a generator that `reset` has made from the seed, and keep the state of "
+            "an episode in `self`: all episodes share the module and the attributes of the class",
         )
     if rewards != rewards_again:
         return warning(
@@ -599,7 +653,7 @@ async def cancellation(trial: Trial) -> Finding:
     # A call is *abandoned* if it goes on after its cancellation. `UserTask.abandoned` counts them in this process.
     before, cuts, abandoned = await Holdings.settled(), 0, UserTask.abandoned
     calm = trial.config
-    hasty = msgspec.structs.replace(calm, deadlines=msgspec.structs.replace(calm.deadlines, close=CLOSE_S))
+    hasty = _with_close_limit(calm, CLOSE_S)
     try:
         for method in ("reset", "step", "close"):
             trial.config = hasty if method == "close" else calm
@@ -661,7 +715,8 @@ async def examine_environment(
 ) -> None:
     """Make all checks one after the other. `flash check-env` calls this on an event loop whose blocks are reported.
 
-    A failure of the environment's `prepare`, or an environment that the check `interface` cannot play, ends the checks.
+    A failure of the environment's `prepare`, or an environment that shows no problem to the check `interface`, ends the
+    checks. If each answer fails, the checks that need a reward are skipped.
 
     Args:
         config: configuration with the environment.
@@ -681,10 +736,12 @@ async def examine_environment(
         for name, (check, share) in checks.items():
             own = max(1.0, (end - perf_counter()) * share / shares)
             shares -= share
+            if trial.always_fails and name in NEEDS_REWARD:
+                report(skipped("each answer fails: see `interface`", check=name))
+                continue
             # A check looks at `until` between two episodes. The other half of its time is for the episodes that run
             # then; the scope cancels an episode that takes longer.
-            trial.until = perf_counter() + own / 2
-            trial.unfinished, trial.unfinished_s = "", 0.0
+            trial.begin_check(perf_counter() + own / 2)
             finding = None
             with anyio.move_on_after(own):
                 try:
@@ -694,11 +751,10 @@ async def examine_environment(
             if finding is None:
                 # Without a first episode nothing is checked, and a workflow must not take that for a pass.
                 state = failure if name == "interface" else warning
-                # Only an episode that took a large part of the time explains why the check has no result.
+                # Only work that took a large part of the time explains why the check has no result.
                 slow = f"; {trial.unfinished}" if trial.unfinished_s > own / 4 else ""
-                finding = state(
-                    f"no result within {own:.0f} s{slow}", "the environment is slow: allow more with --minutes"
-                )
+                hung = f"; {shortened(trial.hung, SHOWN)}" if trial.hung and not slow else ""
+                finding = state(f"no result within {own:.0f} s{slow}{hung}", "mend this first" if hung else SLOW)
             report(msgspec.structs.replace(finding, check=name))
             if name == "interface" and not trial.is_playable:
                 return

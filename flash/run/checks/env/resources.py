@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import reprlib
 import sys
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 
 import anyio
 import msgspec
@@ -41,6 +43,9 @@ TRACED_FRAMES = 8
 BLOCK_S = 0.1
 """Seconds that one callback of the event loop may take."""
 
+_CONTAINER = reprlib.Repr()
+"""Printer of containers that leaves out most of a large one, so that it takes little time."""
+_CONTAINER.maxlist = _CONTAINER.maxtuple = _CONTAINER.maxdict = _CONTAINER.maxset = 20
 
 _TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Function of glibc that gives freed memory back to the system; None with another C library."""
@@ -139,6 +144,32 @@ def own_temporary_folder() -> Generator[None]:
                 del os.environ["TMPDIR"]
             else:
                 os.environ["TMPDIR"] = variable
+
+
+def variables() -> dict[str, object]:
+    """Return the plain values that the user's modules, their classes and the objects of these classes hold.
+
+    The result is a dict from the name, such as `Quiz.answer (quiz.py)`, to the value. A container is represented by a
+    text, because the code may change it later. Values of other types are left out, and containers that show an address
+    of memory, which is used again for other objects.
+    """
+    values: dict[str, object] = {}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(module, ModuleType) or file is None or not is_users(file):
+            continue
+        for name, value in [*vars(module).items()]:
+            kind = value if isinstance(value, type) else type(value)
+            # A class or an object whose class this module defines. Other modules may have imported it.
+            inner = vars(value) if kind.__module__ == module.__name__ and hasattr(value, "__dict__") else {}
+            for path, one in [(name, value), *((f"{name}.{key}", one) for key, one in inner.items())]:
+                if "__" in path:  # a name of Python's, such as `__file__`
+                    continue
+                if isinstance(one, (str, bytes, int, float)):
+                    values[f"`{path}` ({os.path.basename(file)})"] = one
+                elif type(one) in (list, tuple, dict, set) and " at 0x" not in (text := _CONTAINER.repr(one)):
+                    values[f"`{path}` ({os.path.basename(file)})"] = text
+    return values
 
 
 def traced_bytes() -> int:

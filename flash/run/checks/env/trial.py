@@ -20,22 +20,27 @@ import tempfile
 import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from flash.config.tree import Config
-from flash.environment.calls import shortened, typed_errors
+from flash.environment.calls import call_function, call_method, shortened, typed_errors
 from flash.environment.interface import Environment, Info, SolvedExample, StepResult, WarmStart
 from flash.environment.load import LoadedEnvironment
 from flash.environment.places import lines_awaited, place_in
+from flash.environment.shared import sharing
 from flash.errors import EnvError, FlashError
 from flash.foreign.forking import python_command
-from flash.run.play import Played, play, play_answers
-from flash.types import Failure, Observation
+from flash.run.loop_watch import run_watched
+from flash.run.play import play_answers
+from flash.types import Failure, Observation, Outcome
 from flash.waiting import first_error
 
 _T = TypeVar("_T")
@@ -108,12 +113,17 @@ class Trial:
         """Time of `perf_counter` at which the present check should play no further episodes. The check may set it, for
         its parts."""
         self.is_playable = False
-        """Set by the check `interface`: True if it has played a training problem and a held-out one to their ends."""
+        """Set by the check `interface`: True if `reset` shows a training problem and a held-out one, so that further
+        checks are possible."""
+        self.always_fails = False
+        """Set by the check `interface`: True if each answer to a training problem fails, so that there is no reward."""
+        self.hung = ""
+        """Error message of the first call since `begin_check` that exceeded its deadline; empty if there is none."""
         self.unfinished = ""
-        """Phrase for the episode that took longest of those that the end of the present check has cancelled; empty if
-        there is none."""
+        """Phrase for the work that took longest of the work that the end of the present check has cancelled, such as an
+        episode; empty if there is none."""
         self.unfinished_s = 0.0
-        """Seconds that the episode of `unfinished` took."""
+        """Seconds that the work of `unfinished` took."""
         self._known: dict[int, list[str]] | None = None
         """Result of `known_answers`; None before its first call that had time enough."""
 
@@ -121,6 +131,11 @@ class Trial:
     def is_late(self) -> bool:
         """True if the present check should play no further episodes."""
         return perf_counter() >= self.until
+
+    def begin_check(self, until: float) -> None:
+        """Begin a check, which should play no episodes after the time `until` of `perf_counter`."""
+        self.until, self.hung = until, ""
+        self.unfinished, self.unfinished_s = "", 0.0
 
     async def play(
         self, seed: int, policy: Policy, env: LoadedEnvironment | None = None, *, keep: bool = True
@@ -155,30 +170,42 @@ class Trial:
         try:
             result = await play_answers(self.config, env or self.env, answer, seed)
         except asyncio.CancelledError:
-            self._note_unfinished(seed, answers, perf_counter() - start)
+            when = f"after the answer {shortened(repr(answers[-1]), 80)}" if answers else "before its first answer"
+            self._note_unfinished(f"seed {seed}", perf_counter() - start, f", {when}")
             raise
         turns = [] if isinstance(result, Failure) else result.turns
         failure = result if isinstance(result, Failure) else None
+        if failure is not None and failure.outcome is Outcome.ENV_TIMEOUT:
+            self.hung = self.hung or failure.message
         rewards, step_s = [turn.reward for turn in turns], [turn.env_s for turn in turns]
         episode = Episode(seed, shown, answers, rewards, failure, reset_s, step_s)
         if keep:
             self.episodes.append(episode)
         return episode
 
-    def _note_unfinished(self, seed: int, answers: list[str], seconds: float) -> None:
-        """Store a phrase about a cancelled episode in `unfinished`, unless another one took longer.
+    def _note_unfinished(self, what: str, seconds: float, where: str = "") -> None:
+        """Store a phrase about cancelled work in `unfinished`, unless other work took longer.
 
         The end of a check cancels up to `PARALLEL` episodes at once; the slowest one explains most.
 
         Args:
-            seed: seed of the problem.
-            answers: answers of the policy so far.
-            seconds: time from the start of the episode to its cancellation.
+            what: name of the work, such as `seed 5`.
+            seconds: time from the start of the work to its cancellation.
+            where: end of the phrase, such as `, before its first answer`.
         """
         if seconds > self.unfinished_s:
-            when = f"after the answer {shortened(repr(answers[-1]), 80)}" if answers else "before its first answer"
-            self.unfinished = f"seed {seed} was {seconds:.2g} s under way, {when}"
+            self.unfinished = f"{what} was {seconds:.2g} s under way{where}"
             self.unfinished_s = seconds
+
+    @contextmanager
+    def working(self, what: str) -> Generator[None]:
+        """Note the block in `unfinished` if it is cancelled. `what` names its work, which is no episode."""
+        start = perf_counter()
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._note_unfinished(what, perf_counter() - start)
+            raise
 
     async def play_many(self, seeds: Iterable[int], policy: Policy, *, keep: bool = True) -> list[Episode]:
         """Play the problems of these seeds, `PARALLEL` at the same time, until all are played or the check is late.
@@ -221,6 +248,35 @@ class Trial:
         seen = await self.play_many(seeds, stop, keep=False)
         return {episode.seed: episode.shown[0] for episode in seen if episode.shown}
 
+    async def close_early(self, seed: int) -> None:
+        """Reset an environment and close it without a step, as a run does if an episode ends before its first answer.
+
+        Does nothing for an environment that gets a view of its episode, because there is no episode here.
+
+        Raises:
+            EnvError: the close failed, or took longer than its deadline (EnvTimeoutError). The message names the line.
+        """
+        if self.env.is_informed:
+            return
+        deadlines, context = self.config.deadlines, copy_context()
+        kind = self.env.kind_of(seed)
+        env = call_function(f"start (seed {seed})", lambda: self.env.make(kind))
+        try:
+            what, seconds = f"reset (seed {seed})", deadlines.env_step
+            await call_method(what, seconds, "env_step", lambda: env.reset(seed), env=env, context=context)
+        finally:
+            what, seconds = f"close (seed {seed})", deadlines.close
+            await call_method(what, seconds, "close", env.close, env=env, context=context, shield=True)
+
+    @property
+    def knows_answers(self) -> bool:
+        """True if the environment's class has a method that gives known answers.
+
+        Raises:
+            EnvError: the constructor or the method `wrapped` of the environment failed.
+        """
+        return self.env.is_solved or isinstance(self.made(), WarmStart)
+
     async def known_answers(self, count: int) -> dict[int, list[str]]:
         """Return the known answers to the training problems of the seeds below `count`, by seed, one text per turn.
 
@@ -233,7 +289,7 @@ class Trial:
         """
         if self._known is not None:
             return self._known
-        known = await self.answers_to(await self.look(range(count)))
+        known = await self.answers_to(await self.look(range(count))) if self.knows_answers else {}
         if not self.is_late:
             self._known = known
         return known
@@ -243,8 +299,11 @@ class Trial:
 
         `prompts` is a dict from the seed to the first text that was shown. Raises the errors of `known_answers`.
         """
-        # The methods may read a data set, which blocks.
-        return await anyio.to_thread.run_sync(self._answers_to, prompts)
+        with self.working("the making of known answers"):
+            # The methods may read a data set, which blocks.
+            known = await anyio.to_thread.run_sync(self._answers_to, prompts)
+            await anyio.lowlevel.checkpoint()  # a cancellation has waited for the thread
+            return known
 
     def _answers_to(self, prompts: dict[int, str]) -> dict[int, list[str]]:
         """Do the work of `answers_to`, in a thread. The event loop awaits its end, also after a cancellation."""
@@ -360,7 +419,7 @@ def in_turn(answers: dict[int, list[str]]) -> Policy:
     return lambda seed, shown: answers[seed][len(shown) - 1] if len(shown) <= len(answers[seed]) else ""
 
 
-async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int, Played]:
+async def play_apart(config: Config, answers: dict[int, list[str]]) -> list[Episode]:
     """Play an episode with given answers for each seed, in a new process, in which Python's `hash` gives other values
     and the local date is another one. The check `determinism` calls this.
 
@@ -369,10 +428,10 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
         answers: dict from the seed to the answers, one per turn.
 
     Returns:
-        Dict from the seed to the played episode.
+        The episodes in the order of `answers`, also the failed ones.
 
     Raises:
-        FlashError: the process failed, for example because an episode failed. A cancellation kills the process.
+        FlashError: the process failed. A cancellation kills the process.
     """
     with tempfile.TemporaryDirectory(prefix="flash-check-") as folder:
         file = Path(folder) / "played.json"
@@ -386,7 +445,7 @@ async def play_apart(config: Config, answers: dict[int, list[str]]) -> dict[int,
         if ran.returncode or not file.is_file():
             last = (ran.stderr.decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
             raise FlashError(f"the process ended with exit code {ran.returncode}: {last}")
-        return msgspec.json.decode(file.read_bytes(), type=dict[int, Played])
+        return msgspec.json.decode(file.read_bytes(), type=list[Episode])
 
 
 def _other_date() -> str:
@@ -405,8 +464,15 @@ def play_given() -> None:
     last line.
     """
     config, answers = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Config, dict[int, list[str]]])
-    played = {seed: play(config, texts, seed) for seed, texts in answers.items()}
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(played))
+
+    async def play_all() -> list[Episode]:
+        """Prepare the environment, and play the episodes one after the other."""
+        trial = Trial(config)
+        async with sharing(config.run.name, close_s=config.deadlines.close):
+            await trial.env.prepare()
+            return [await trial.play(seed, in_turn(answers)) for seed in answers]
+
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(run_watched(lambda message: None, play_all)))
 
 
 # -- cancellation ------------------------------------------------------------------------------------------------------
