@@ -668,6 +668,23 @@ def test_the_answer_is_named_after_which_an_environment_hangs() -> None:
     assert reported[1].text.endswith(" s under way, after the answer ''")
 
 
+class SometimesRight(Good):
+    """Gives a reward of random size for each answer that has a digit 1, and knows no answers."""
+
+    async def step(self, action: str) -> Any:
+        return "", random.random() if "1" in action and action != "1" else 0.0, True, False, {}
+
+    @classmethod
+    def solution_of(cls, seed: int) -> str | None:
+        return None
+
+
+def test_a_noisy_reward_is_found_without_known_answers() -> None:
+    finding = found(checks.rewards, SometimesRight)
+    assert finding.state == "warning"
+    assert finding.advice.startswith("the same answer to the same problem gets different rewards: draw what is random")
+
+
 class RewardsAnything(Good):
     """Rewards every answer."""
 
@@ -1087,6 +1104,24 @@ class Taught:
 def test_solved_examples_are_known_answers_also_of_several_turns() -> None:
     finding = found(checks.rewards, Taught)
     assert finding.text.endswith("known answers 2")
+
+
+class TaughtLate(Taught):
+    """Has solved examples of other problems, each of which takes a second, and gives no reward."""
+
+    async def step(self, action: str) -> Any:
+        return "", 0.0, True, False, {}
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        time.sleep(count)
+        return super().solved_examples(count, seed + 50)
+
+
+def test_known_answers_that_come_too_late_are_no_lack_of_a_method() -> None:
+    finding = found(checks.rewards, TaughtLate, 0.5)
+    assert finding.advice == (
+        "a model learns nothing from equal rewards; time was too short for known answers: allow more with --minutes"
+    )
 
 
 class TaughtSlowly(Taught):

@@ -405,8 +405,7 @@ def _differences(was: Episode, again: Episode, seed: int, when: str) -> Finding 
     if rewards != rewards_again:
         return warning(
             f"the same answers to seed {seed} get reward {sum(rewards):g}, and {when} {sum(rewards_again):g}",
-            "a noisy reward slows learning: draw what is random from a generator made from the seed; of a judge, use "
-            "temperature 0",
+            f"a noisy reward slows learning: {STEADY}",
         )
     return None
 
@@ -426,7 +425,7 @@ async def rewards(trial: Trial) -> Finding:
     if not totals:
         return failure("no episode got a reward", "see the failures below")
     same: dict[tuple[int, tuple[str, ...]], list[float]] = {}
-    for one in trial.episodes:
+    for one in [*trial.episodes, *await _play_rewarded_again(trial)]:
         if one.failure is None:
             same.setdefault((one.seed, tuple(one.answers)), []).append(one.reward)
     noise = max((statistics.pstdev(values) for values in same.values()), default=0.0)
@@ -448,13 +447,26 @@ async def rewards(trial: Trial) -> Finding:
         if (means["random"] or 0.0) >= (means["known"] or 0.0):
             return warning(text, "random answers get as much as known ones: the reward does not depend on the answer")
     elif max(totals) == min(totals):
-        return warning(
-            text,
-            "a model learns nothing from equal rewards; a class with `solution_of` also has a known answer tried",
-        )
+        known_too = "a class with `solution_of` also has a known answer tried"
+        if trial.knows_answers:
+            late = "time was too short for known answers: allow more with --minutes"
+            known_too = late if trial.is_late else "no problem that was played is among the solved examples"
+        return warning(text, f"a model learns nothing from equal rewards; {known_too}")
     if noise > 0:
-        return warning(text, "the same answer to the same problem gets different rewards")
+        return warning(text, f"the same answer to the same problem gets different rewards: {STEADY}")
     return passed(text)
+
+
+async def _play_rewarded_again(trial: Trial) -> list[Episode]:
+    """Play some episodes again whose reward was not the usual one, side by side, and return the new ones.
+
+    Without known answers the check `determinism` has perhaps seen no reward but 0, which is never noisy.
+    """
+    done = [one for one in trial.episodes if one.failure is None]
+    usual = statistics.mode(one.reward for one in done)
+    unusual = {one.seed: one.answers for one in done if one.reward != usual}
+    answers = dict([*unusual.items()][:REPEATED])
+    return await trial.play_many(answers, in_turn(answers), keep=False) if answers and not trial.is_late else []
 
 
 async def shortcuts(trial: Trial) -> Finding:
