@@ -787,6 +787,21 @@ class Slow(Good):
         return await super().step(action)
 
 
+class BlocksIfRight(Good):
+    """Blocks the event loop for 0.15 s in a step with the right answer."""
+
+    async def step(self, action: str) -> Any:
+        if action == self.answer:
+            time.sleep(0.15)  # noqa: ASYNC251 - this is the fault
+        return await super().step(action)
+
+
+def test_a_call_that_blocks_the_event_loop_only_for_right_answers_is_named() -> None:
+    finding = found(checks.event_loop, BlocksIfRight, 2.0)
+    assert finding.state == "failure"
+    assert finding.text.startswith(f"{__file__}:{BlocksIfRight.step.__code__.co_firstlineno + 2} blocked it ")
+
+
 class Blocks(Good):
     """Blocks the event loop for 0.15 s in each step."""
 

@@ -566,11 +566,22 @@ async def event_loop(trial: Trial) -> Finding:
     """Play episodes while a thread looks for calls of the user's code that block the event loop.
 
     Names the line that blocked it longest in all. No earlier check has answered the problems from seed 100 on, so a
-    cache of the environment does not hide its slow work.
+    cache of the environment does not hide its slow work. Half of the answers are known ones, if there are any, and some
+    have a usual form: perhaps only an answer that can be read leads to the slow work.
     """
+    seeds = range(100, 100 + TIMED)
+    known = await trial.answers_to(await trial.look(seeds[::2])) if trial.knows_answers else {}
+    right, forms = in_turn(known), dict(zip(seeds[1::4], FORMS, strict=False))
+
+    def answer(seed: int, shown: list[str]) -> str:
+        """Give the known answer, a form, or a guess. A policy."""
+        if seed in known:
+            return right(seed, shown)
+        return forms[seed] if seed in forms else guess(seed, shown)
+
     sampler = BlockSampler()
     with sampler.watching():
-        played = await trial.play_many(range(100, 100 + TIMED), guess)
+        played = await trial.play_many(seeds, answer)
     if not sampler.places:
         return passed(f"no call of {counted(len(played), 'episode')} blocked it for 0.1 s")
     place, blocks = max(sampler.places.items(), key=lambda item: sum(item[1]))  # a line, and the seconds of its blocks
