@@ -29,7 +29,7 @@ from flash.environment import SolvedExample, is_held_out, sharing
 from flash.observe.stats import Interval
 from flash.run.checks.doctor import Finding
 from flash.run.checks.env import checks
-from flash.run.checks.env.resources import growth_without_jumps
+from flash.run.checks.env.resources import growth_without_jumps, variables
 from flash.run.checks.env.training import config_of, judged
 from flash.run.checks.env.trial import Trial, guess, options_in
 from flash.run.loop_watch import run_watched
@@ -570,6 +570,26 @@ def test_the_state_of_an_episode_in_a_class_is_named(env: type[object], name: st
     finding = found(checks.determinism, env)
     assert finding.state == "warning"
     assert finding.text.startswith(f"`{name}` (test_check_env.py) changed with the problem of an episode")
+
+
+class Unshowable:
+    """Object whose text cannot be made."""
+
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
+class HoldsUnshowable:
+    """Holds such an object, after a value that can be shown."""
+
+    shown = 7
+    held: ClassVar[list[Unshowable]] = [Unshowable()]
+
+
+def test_a_variable_whose_text_cannot_be_made_is_left_out() -> None:
+    names = variables()
+    assert names["`HoldsUnshowable.shown` (test_check_env.py)"] == 7
+    assert "`HoldsUnshowable.held` (test_check_env.py)" not in names
 
 
 def test_a_counter_and_a_cache_in_a_class_are_no_state_of_an_episode() -> None:

@@ -159,16 +159,18 @@ def variables() -> dict[str, object]:
         if not isinstance(module, ModuleType) or file is None or not is_users(file):
             continue
         for name, value in [*vars(module).items()]:
-            kind = value if isinstance(value, type) else type(value)
-            # A class or an object whose class this module defines. Other modules may have imported it.
-            inner = vars(value) if kind.__module__ == module.__name__ and hasattr(value, "__dict__") else {}
-            for path, one in [(name, value), *((f"{name}.{key}", one) for key, one in inner.items())]:
-                if "__" in path:  # a name of Python's, such as `__file__`
-                    continue
-                if isinstance(one, (str, bytes, int, float)):
-                    values[f"`{path}` ({os.path.basename(file)})"] = one
-                elif type(one) in (list, tuple, dict, set) and " at 0x" not in (text := _CONTAINER.repr(one)):
-                    values[f"`{path}` ({os.path.basename(file)})"] = text
+            # The methods of a user's objects, such as `__repr__`, may raise anything. Such a variable is left out.
+            with suppress(BaseException):
+                kind = value if isinstance(value, type) else type(value)
+                # A class or an object whose class this module defines. Other modules may have imported it.
+                inner = vars(value) if kind.__module__ == module.__name__ and hasattr(value, "__dict__") else {}
+                for path, one in [(name, value), *((f"{name}.{key}", one) for key, one in inner.items())]:
+                    if "__" in path:  # a name of Python's, such as `__file__`
+                        continue
+                    if type(one) in (str, bytes, bool, int, float):
+                        values[f"`{path}` ({os.path.basename(file)})"] = one
+                    elif type(one) in (list, tuple, dict, set) and " at 0x" not in (text := _CONTAINER.repr(one)):
+                        values[f"`{path}` ({os.path.basename(file)})"] = text
     return values
 
 
