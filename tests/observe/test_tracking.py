@@ -44,7 +44,9 @@ class Calls:
 
     def of(self, call: str) -> list[dict[str, Any]]:
         """Return the calls of this name, in order, each with its arguments."""
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        # Another process may be writing the last line, which is then read without its end.
+        text = self.file.read_text(encoding="utf-8") if self.file.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
         return [told for line in lines if (told := json.loads(line))["call"] == call]
 
     def steps(self, name: str = "train/reward") -> list[int]:
