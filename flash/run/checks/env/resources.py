@@ -154,7 +154,8 @@ def variables() -> dict[str, object]:
     of memory, which is used again for other objects.
     """
     values: dict[str, object] = {}
-    for module in [*sys.modules.values()]:
+    modules: list[object] = [*sys.modules.values()]  # a program may put other objects than modules there
+    for module in modules:
         file = getattr(module, "__file__", None)
         if not isinstance(module, ModuleType) or file is None or not is_users(file):
             continue
