@@ -350,7 +350,8 @@ class Agent:
             content, stop = before_stop(spoken.message.content, request.stop)
             message, calls = msgspec.structs.replace(spoken.message, content=content), spoken.message.tool_calls
             self._calls += len(calls) + spoken.malformed
-            self._malformed += spoken.malformed + sum(not is_well_formed(call, request.tools) for call in calls)
+            known = request.tools + request.loaded_tools
+            self._malformed += spoken.malformed + sum(not is_well_formed(call, known) for call in calls)
             if not request.parallel:
                 calls = calls[:1]
             if request.object_arguments:

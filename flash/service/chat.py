@@ -64,6 +64,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """True if a stream ends with the token counts."""
     tools: tuple[Tool, ...] = ()
     """Functions that the prompt offers to the policy."""
+    loaded_tools: tuple[Tool, ...] = ()
+    """Functions that the prompt does not offer, but the result of a call in `messages` does."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
     calling: bool = True

@@ -14,7 +14,8 @@ the body.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -41,6 +42,9 @@ from flash.types import ASSISTANT, TOOL, Piece, Tool, ToolCall
 TEXT, THINKING, TOOL_USE, TOOL_RESULT = "text", "thinking", "tool_use", "tool_result"
 """Types of content blocks."""
 
+TOOL_REFERENCE = "tool_reference"
+"""Type of a part of a result that offers a deferred tool to the policy."""
+
 ROLES = ("user", ASSISTANT, "system")
 """Roles that a message of a request may have."""
 
@@ -58,6 +62,13 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "reques
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
+class _ResultPart(ContentPart):
+    """Part of the content of a result: a text, or a reference to a tool of the request."""
+
+    tool_name: str = ""
+    """Name of the tool that a reference offers."""
+
+
 class _Block(msgspec.Struct):
     """Content block of a request. `type` decides which of the other fields it has. Other fields are ignored."""
 
@@ -72,7 +83,7 @@ class _Block(msgspec.Struct):
     """Arguments of a call."""
     tool_use_id: str = ""
     """Id of the call that a result belongs to."""
-    content: str | list[ContentPart] | None = None
+    content: str | list[_ResultPart] | None = None
     """Content of a result."""
     is_error: bool | None = None
     """True if a result is the error message of a failed call."""
@@ -92,6 +103,8 @@ class _GivenTool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    """True for a deferred tool: the prompt does not show it until a result refers to it."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -200,18 +213,22 @@ def _request(parsed: _CountBody, max_tokens: int | None) -> AgentRequest:
     schema = None if format is None else schema_of(format.type, format.schema, "output_config.format")
     if not parsed.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
-    given = list(_system(parsed.system))
+    functions = {tool["function"]["name"]: tool for tool in _function_tools(parsed.tools or [])}
+    given, loaded = list(_system(parsed.system)), set[str]()
     for index, message in enumerate(parsed.messages):
-        given += _chat_messages(message, f"messages[{index}]")
+        given += _chat_messages(message, functions, loaded, f"messages[{index}]")
     given_choice = parsed.tool_choice or _ToolChoice("auto")
     named = {"type": "function", "name": given_choice.name}
     choice = {"any": "required", "tool": named}.get(given_choice.type, given_choice.type)
-    offered, parallel = _function_tools(parsed.tools or []), not given_choice.disable_parallel_tool_use
+    parallel = not given_choice.disable_parallel_tool_use
+    deferred = {tool.name for tool in parsed.tools or () if tool.defer_loading}
+    offered = tuple(tool for name, tool in functions.items() if name not in deferred)
     return AgentRequest(
         messages=messages_of(given),
         max_tokens=max_tokens,
         stream=bool(parsed.stream),
         tools=offered,
+        loaded_tools=tuple(tool for name, tool in functions.items() if name in deferred and name in loaded),
         template=parsed.chat_template_kwargs or {},
         calling=may_call(choice),
         response_form=response_form(schema, choice, offered, parallel=parallel),
@@ -241,13 +258,19 @@ def _system(system: str | list[ContentPart] | None) -> Iterator[ChatMessage]:
         yield ChatMessage("system", system)
 
 
-def _chat_messages(message: _GivenMessage, place: str) -> Iterator[ChatMessage]:
+def _chat_messages(
+    message: _GivenMessage, functions: Mapping[str, Tool], loaded: set[str], place: str
+) -> Iterator[ChatMessage]:
     """Yield one message of a request as messages for `chat.messages_of`: results of calls become messages of their own.
 
-    `place` is the place of the message in the request, for error messages.
+    Args:
+        message: the message.
+        functions: all tools of the request, by name, for the references to them.
+        loaded: names of the tools that earlier results refer to. The names in this message are added.
+        place: place of the message in the request, for error messages.
 
     Raises:
-        ApiError: the message has an unknown role, or a block that is not supported.
+        ApiError: the message has an unknown role, a block that is not supported, or a reference to an unknown tool.
     """
     if message.role not in ROLES:
         raise ApiError(400, f"Roles are {', '.join(ROLES)}.", "unsupported_parameter", place)
@@ -271,11 +294,40 @@ def _chat_messages(message: _GivenMessage, place: str) -> Iterator[ChatMessage]:
             if index > start:
                 yield ChatMessage(message.role, _text(blocks[start:index], place))
             start = index + 1
-            result = block.content if isinstance(block.content, str) else _text(block.content or [], place)
+            result = _result(block.content or "", functions, loaded, place)
             shown = FAILED_RESULT + result if block.is_error else result
             yield ChatMessage(TOOL, shown, tool_call_id=block.tool_use_id)
     if start < len(blocks) or not blocks:
         yield ChatMessage(message.role, _text(blocks[start:], place))
+
+
+def _result(content: str | Sequence[_ResultPart], functions: Mapping[str, Tool], loaded: set[str], place: str) -> str:
+    """Return the text of a result, in which the definition of a tool stands for the first reference to it.
+
+    The other arguments are described at `_chat_messages`. Raises ApiError for other parts than texts and references,
+    and for a reference to an unknown tool.
+    """
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for is_reference, parts in groupby(content, lambda part: part.type == TOOL_REFERENCE):
+        if not is_reference:
+            texts.append(_text(list(parts), place))
+            continue
+        # The tools in the prompt cannot change within a branch, so the policy reads the definition in the result.
+        # Claude Code promises this format to the policy in the description of its tool for searching tools.
+        lines = ["<functions>"]
+        for part in parts:
+            name = part.tool_name
+            if name not in functions:
+                message = f"The tool reference {name[:100]!r} names none of `tools`."
+                raise ApiError(400, message, "tool_reference_unresolved", place)
+            # Thousands of references to one long definition would make a text of gigabytes.
+            shown = {"name": name} if name in loaded else functions[name]["function"]
+            loaded.add(name)
+            lines.append(f"<function>{msgspec.json.encode(shown).decode()}</function>")
+        texts.append("\n".join([*lines, "</functions>"]))
+    return "".join(texts)
 
 
 def _text(blocks: Sequence[_Block | ContentPart], place: str) -> str:
@@ -289,7 +341,8 @@ def _text(blocks: Sequence[_Block | ContentPart], place: str) -> str:
 
 
 def _function_tools(requested: Sequence[_GivenTool]) -> tuple[Tool, ...]:
-    """Return the tools of a request in the format of chat templates. Raises ApiError if one is not a function."""
+    """Return all tools of a request, deferred ones too, in the format of chat templates. Raises ApiError if one is not
+    a function."""
     return tools.offered(
         [
             tools.GivenTool(

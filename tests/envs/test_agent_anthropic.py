@@ -226,6 +226,35 @@ async def test_the_runner_of_the_client_sends_the_whole_conversation(tokenizer: 
     assert played.turns[-1].note == "it is 2 of é"
 
 
+async def searches_tools(base_url: str, api_key: str, task: str) -> str:
+    """Calls a tool that the prompt does not show, after a result has referred to it."""
+    tools: list[Any] = [{"name": "search", "input_schema": {"type": "object"}}, TOOLS[0] | {"defer_loading": True}]
+    messages = said(QUESTION)
+    async with client_of(base_url, api_key) as client:
+        asked: Any = {"model": "policy", "messages": messages, "tools": tools, "max_tokens": 1000}
+        results: list[Any] = [[{"type": "tool_reference", "tool_name": "add"}], "3"]
+        for content in results:
+            message = await client.messages.create(**asked)
+            (call,) = [block for block in message.content if block.type == "tool_use"]
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": content}
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        return (await client.messages.create(**asked)).content[-1].text
+
+
+async def test_a_tool_that_a_result_refers_to_is_called_in_the_same_branch(tokenizer: HarmonyTokenizer) -> None:
+    def answer(_: ResponseRequest) -> list[int]:
+        name = ("search", "add", "")[len(policy.said)]
+        text = FORM.write("hm", "3", (ToolCall("", name, "{}"),) if name else ())
+        return tokenizer.inner.encode(text + (FORM.call_end if name else FORM.end), add_special_tokens=False)
+
+    ends = tokenizer.inner.convert_tokens_to_ids([FORM.end, FORM.call_end])
+    policy = Policy(answer, seconds=0.0, ends=ends)
+    played = await trained("searches_tools", policy, tokenizer=tokenizer, max_new_tokens=1000)
+    assert (played.outcome, len(played.turns), len(played.branches)) == (Outcome.OK, 3, 1)
+    assert played.turns[1].observation.startswith('tool: <functions>\n<function>{"name":"add",')
+    assert played.env_metrics() == {"tool_calls": 2, "malformed_calls": 0}
+
+
 # -- ends of answers and errors ----------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,85 @@ def test_the_accounting_of_claude_code_is_no_part_of_the_prompt() -> None:
     assert wanted(system=system[:1]).messages == [Message("user", "hello")]
 
 
+SEARCHED: dict[str, Any] = {
+    "model": "policy",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}]},
+        {"role": "system", "content": "The following deferred tools are now available via ToolSearch:\nadd\nsub"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "1"},
+                {"type": "tool_use", "id": "c1", "name": "ToolSearch", "input": {"query": "select:add"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "tool_reference", "tool_name": "add"}],
+                    "cache_control": {"type": "ephemeral"},
+                }
+            ],
+        },
+    ],
+    "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+    "tools": [
+        {"name": "ToolSearch", "input_schema": {"type": "object"}},
+        ADD | {"defer_loading": True},
+        {
+            "name": "DeferredToolPlaceholder",
+            "description": "never call this tool.",
+            "input_schema": {"type": "object", "properties": {}},
+            "defer_loading": True,
+        },
+    ],
+    "metadata": {"user_id": '{"session_id":"7"}'},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive", "display": "updates"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+"""Request of Claude Code (2.1.332) after it has searched a tool, with shorter texts and fewer tools."""
+
+
+def test_a_deferred_tool_is_no_part_of_the_prompt_until_a_result_refers_to_it() -> None:
+    first = wanted(**(SEARCHED | {"messages": SEARCHED["messages"][:2]}))
+    asked = wanted(**SEARCHED)
+    assert [tool["function"]["name"] for tool in asked.tools] == ["ToolSearch"]
+    assert asked.prompt_beginning == first.prompt_beginning, "the branch goes on"
+    assert (first.loaded_tools, asked.loaded_tools) == ((), wanted(tools=[ADD]).tools)
+    definition = '{"name":"add","description":"Adds.","parameters":{"type":"object"}}'
+    found = f"<functions>\n<function>{definition}</function>\n</functions>"
+    assert asked.messages[-1] == Message("tool", found, tool_call_id="c1", name="ToolSearch")
+
+
+def test_a_definition_stands_for_the_first_reference_to_a_tool_and_its_name_for_others() -> None:
+    reference = {"type": "tool_reference", "tool_name": "add"}
+    content = [{"type": "text", "text": "found: "}, reference, reference, {"type": "text", "text": " - call them"}]
+    result = {"role": "user", "content": [{"type": "tool_result", "content": content}]}
+    asked = wanted(messages=[*SEARCHED["messages"][:3], result, result], tools=[ADD])
+    definition = '<function>{"name":"add","description":"Adds.","parameters":{"type":"object"}}</function>'
+    name = '<function>{"name":"add"}</function>'
+    assert [message.content for message in asked.messages[-2:]] == [
+        f"found: <functions>\n{one}\n{name}\n</functions> - call them" for one in (definition, name)
+    ]
+    assert (asked.tools, asked.loaded_tools) == (wanted(tools=[ADD]).tools, ())
+
+
+@pytest.mark.parametrize("reference", [{"tool_name": "sub"}, {}])
+def test_a_reference_to_an_unknown_tool_is_refused(reference: dict[str, Any]) -> None:
+    content = [{"type": "tool_result", "content": [{"type": "tool_reference", **reference}]}]
+    with pytest.raises(ApiError) as refused:
+        wanted(messages=[{"role": "user", "content": content}], tools=[ADD])
+    error = messages.error_content(refused.value)
+    assert error["error"]["message"].startswith("messages[0]: The tool reference ")
+    assert error["error"]["details"] == {"error_code": "tool_reference_unresolved"}
+
+
 def test_a_message_has_every_field_that_the_official_client_promises() -> None:
     ClientMessage.model_validate(told(), strict=True)
     assert told() == {
