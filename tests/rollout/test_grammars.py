@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from flash.config.tree import ModelConfig
-from flash.errors import EnvError
+from flash.errors import EngineError, EnvError
 from flash.rollout.episode.grammars import KEPT_GRAMMARS, MOST_BYTES, Grammars
 from flash.sampling import Grammar
 from flash.types import ResponseForm
@@ -63,6 +63,7 @@ async def test_a_form_whose_grammar_takes_too_much_is_refused_and_the_event_loop
 ) -> None:
     grammars = Grammars(config, most_s=2.0)
     pauses: list[float] = []
+    first = ""
 
     async def watch() -> None:
         pauses.append(await longest_pause())
@@ -71,13 +72,14 @@ async def test_a_form_whose_grammar_takes_too_much_is_refused_and_the_event_loop
         group.start_soon(watch)
         with anyio.fail_after(60), pytest.raises(EnvError, match="cannot have this form") as refused:
             await grammars.of(SLOW[name], [], {})
+        first = str(refused.value)
         group.cancel_scope.cancel()
     assert pauses[0] < 1.0
     # The fault is kept, so the same form is refused at once.
     begun = time.monotonic()
     with pytest.raises(EnvError, match="cannot have this form") as again:
         await grammars.of(SLOW[name], [], {})
-    assert str(again.value) == str(refused.value)
+    assert str(again.value) == first
     assert time.monotonic() - begun < 0.5
     # Other forms are made as before.
     assert isinstance(await grammars.of(WHOLE, [], {}), Grammar)
@@ -126,6 +128,22 @@ async def test_the_process_starts_again_after_it_was_killed(config: ModelConfig)
     os.kill(process.pid, signal.SIGKILL)
     await anyio.to_thread.run_sync(process.join)
     assert isinstance(await grammars.of(ResponseForm({"type": "boolean"}), [], {}), Grammar)
+
+
+async def test_a_process_that_is_killed_while_it_makes_a_grammar_is_no_refusal_of_the_form(config: ModelConfig) -> None:
+    grammars = Grammars(config, most_s=60.0)
+    await grammars.of(WHOLE, [], {})
+    process = grammars._process._process  # pyright: ignore[reportPrivateUsage]
+    assert process is not None
+
+    async def kill() -> None:
+        await anyio.sleep(0.3)
+        process.kill()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(kill)
+        with pytest.raises(EngineError, match="the process that made the grammar of a form"):
+            await grammars.of(SLOW["references"], [], {})
 
 
 async def test_a_process_ends_when_its_grammars_are_dropped(config: ModelConfig) -> None:

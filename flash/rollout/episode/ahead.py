@@ -21,7 +21,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flash.environment.interface import Expected
-from flash.errors import EnvError, FlashError
+from flash.errors import EngineError, EnvError, FlashError
 from flash.rollout.engine import ResponseRequest, ignore_tokens
 from flash.rollout.episode.transcript import BranchFormat, Transcript, min_tokens, run_in_thread
 from flash.sampling import Grammar
@@ -154,7 +154,7 @@ class ResponsesAhead:
         If the episode reaches the observation during the wait, this requests no response, because the episode requests
         it.
         """
-        with suppress(EnvError):  # the error is raised again when the episode asks for the form
+        with suppress(EnvError, EngineError):  # the error is raised again when the episode asks for the form
             grammar = None if expected.form is None else await format.grammar(expected.form)
             if expected.name in self._to_prepare:
                 self._request(expected, prompt, format, grammar)

@@ -29,7 +29,7 @@ import anyio.to_thread
 import msgspec
 
 from flash.config.tree import ModelConfig
-from flash.errors import EnvError, describe_exit_code
+from flash.errors import EngineError, EnvError, describe_exit_code
 from flash.foreign.forking import ForkedProcess, set_process_title
 from flash.foreign.grammars import TagChecker, schema_fault, text_tag
 from flash.foreign.vllm_parsers import Parsers
@@ -82,6 +82,8 @@ class Grammars:
         Raises:
             EnvError: the form is invalid, engines cannot enforce it, or its grammar takes too much time. The message
                 names the fault.
+            EngineError: the process that makes grammars does not start, or has ended. The form may be right, so the
+                episode fails, and no agent is told that its form is refused.
         """
         try:
             # The order of names counts: a response has its properties in the order of the schema.
@@ -139,7 +141,7 @@ class GrammarProcess:
         empty text, or an empty text and the fault for which the form is refused.
 
         Raises:
-            EnvError: the process does not start, or ends during the call. The next call may work.
+            EngineError: the process does not start, or ends during the call. The next call may work.
         """
         with self._calling:
             pipe = self._started()
@@ -153,14 +155,14 @@ class GrammarProcess:
                 # The process has closed the pipe, or is about to end: its exit code says why.
                 assert self._process is not None
                 self._process.join(ENDS_S)
-                raise EnvError(f"the process that made the grammar of a form {self._end()}") from error
+                raise EngineError(f"the process that made the grammar of a form {self._end()}") from error
             return tag, fault
 
     def _started(self) -> Connection:
         """Return the pipe to the running process. Starts the process if none runs, and waits until it is ready.
 
         Raises:
-            EnvError: the process does not start.
+            EngineError: the process does not start.
         """
         if self._process is not None and not self._process.is_alive():
             self._end()
@@ -176,7 +178,7 @@ class GrammarProcess:
             except (OSError, EOFError) as error:
                 reason = str(error) or f"it {self._end()}"
                 self._end()
-                raise EnvError(f"the process that makes the grammars of forms did not start: {reason}") from error
+                raise EngineError(f"the process that makes the grammars of forms did not start: {reason}") from error
         return self._pipe
 
     def _end(self) -> str:
