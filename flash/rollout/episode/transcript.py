@@ -482,19 +482,18 @@ class Transcript:
         versions: list[VersionRun] = []
         for branch in branches:
             append_versions(versions, branch.versions)
-        tokens = [token for branch in branches for token in branch.tokens]
-        logprobs = [logprob for branch in branches for logprob in branch.logprobs]
         kept = [part for branch in branches for part in branch.kept]
         # If these numbers differed, tokens and log-probs would be shifted against each other in the trainer.
+        logprobs = sum(len(branch.logprobs) for branch in branches)
         counted = sum(run.count for run in versions)
-        assert self.sampled == len(logprobs) == counted, "one log-prob and one version per action token"
+        assert self.sampled == logprobs == counted, "one log-prob and one version per action token"
         return Trajectory(
             task=task,
             outcome=outcome,
             reward=math.fsum(turn.reward for turn in self.turns),
-            token_ids=np.array(tokens, dtype="<i4").tobytes(),
+            token_ids=b"".join(np.array(branch.tokens, dtype="<i4").tobytes() for branch in branches),
             action_spans=spans,
-            logprobs=np.array(logprobs, dtype="<f4").tobytes(),
+            logprobs=b"".join(np.array(branch.logprobs, dtype="<f4").tobytes() for branch in branches),
             versions=versions,
             turns=self.turns,
             lost_tokens=lost_tokens,
