@@ -53,6 +53,7 @@ BENCHMARKS = {
     "queue_scheduling": Benchmark("simulated queue scheduling, against whole batches", FIGURES, SIMULATED),
     "redundant_envs": Benchmark("simulated redundant environments, some of which fail", FIGURES, SIMULATED),
     "scaling": Benchmark("simulated throughput from 16 to 128 GPUs", FIGURES, SIMULATED),
+    "stream_split": Benchmark("simulated gain of streamed steps, at the best split of the GPUs", FIGURES, SIMULATED),
     "mutations": Benchmark("simulated runs until a mistake in the code is found", "simulated.mutations", SIMULATED),
     "published": Benchmark("predictions of tables that others have published", "simulated.published", SIMULATED),
     "chaos": Benchmark("losses and speed on three hosts with a fault every 20 s", "real.chaos"),

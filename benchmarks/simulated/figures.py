@@ -322,6 +322,62 @@ def gpu_split(args: Args) -> list[Row]:
     return [*rows, Row("best split", "best_rollout_gpus", "GPUs", best, GPUS * (1 - trainers))]
 
 
+SPLITS = (4, 5, 6)
+"""Eighths of the GPUs that serve engines, in the splits that `stream_split` tries."""
+SHARE_GOAL = 0.92
+"""Goal of the throughput of streamed steps at α = 2 on 128 GPUs, as a share of what no schedule can exceed."""
+
+
+def stream_split(args: Args) -> list[Row]:
+    """Compare streamed with unstreamed steps, each at the best of three splits of the GPUs, for long-tailed answers.
+
+    `mean_age` is that of the trained tokens. `share_of_bound` is the speed in the middle of the run, as a share of the
+    speed that no schedule can exceed: the first steps wait for the first samples, and during the last ones the engines
+    have no more samples to begin.
+    """
+    if args.quick:
+        return best_splits(16, (0, 2), steps=5, batch=512)
+    return [*best_splits(40, (0, 1, 2), steps=12, batch=1024), *best_splits(128, (0, 1, 2), steps=7, batch=4096)]
+
+
+def best_splits(gpus: int, ratios: tuple[int, ...], *, steps: int, batch: int) -> list[Row]:
+    """Simulate `stream_split` on a number of GPUs, at each of the async ratios, and return its rows."""
+    rows: list[Row] = []
+    for ratio in ratios:
+        case, best = f"{gpus} GPUs, α = {ratio}", dict[bool, SimReport]()
+        for stream in (False, True):
+            cells: list[tuple[SimReport, Config]] = []
+            for eighths in SPLITS:
+                config = workload(
+                    "rlvr_long",
+                    run={"steps": steps},
+                    train={"batch_size": batch, "async_ratio": ratio, "stream": stream},
+                    simulate={"gpus": gpus, "rollout_gpus": gpus * eighths // 8},
+                )
+                cells.append((ours(config), config))
+            report, config = max(cells, key=lambda cell: cell[0].samples_per_s)
+            assert config.simulate is not None
+            bound_s, best[stream] = capacity_s(config, report), report
+            middle = report.rows[1 : steps - ages.window(ratio)]
+            share = bound_s * len(middle) / sum(row["interval_s"] for row in middle)
+            goal = SHARE_GOAL if stream and (gpus, ratio) == (128, 2) else None
+            name = f"{case}, streamed" if stream else case
+            rows += [
+                Row(name, "samples_per_s", "samples/s", report.samples_per_s, bound=batch / bound_s),
+                Row(name, "rollout_gpus", "GPUs", config.simulate.rollout_gpus),
+                Row(name, "mean_age", "versions", mean_age(report)),
+                Row(name, "share_of_bound", "share", share, at_least=goal),
+            ]
+        gain = best[True].samples_per_s / best[False].samples_per_s
+        rows.append(Row(f"{case}, streamed over not", "speedup", "x", gain))
+    return rows
+
+
+def mean_age(report: SimReport) -> float:
+    """Return the mean age of the trained tokens of a simulated run, in versions."""
+    return sum(age * tokens for age, tokens in report.ages.items()) / report.trained_tokens
+
+
 SCALED = 7.6
 """Scaling from 16 to 128 GPUs in the paper of ROLL Flash."""
 SCALING_GOAL = 7.9
@@ -464,6 +520,7 @@ FIGURES = {
         redundant_envs,
         bars("Redundant environments, batch of 32x8 (simulated)", "speed-up over none redundant"),
     ),
+    "stream_split": (stream_split, None),
     "scaling": (scaling, lines("Throughput by size (simulated)", "GPUs", "samples/s", "samples_per_s")),
 }
 """Benchmarks of this file, each with its plot."""
