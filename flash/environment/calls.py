@@ -72,7 +72,7 @@ class UserTask(Generic[_T]):
         name: name of the call in a warning.
         call: function that calls the code. It may return an awaitable, which is then awaited.
         context: the context variables that the code sees and may set; by default a copy of the current context.
-        on_end: called when the code has ended or was abandoned; `over` is set by then.
+        on_end: called once, when the code has ended or was abandoned.
     """
 
     abandoned: ClassVar[int] = 0
@@ -99,26 +99,23 @@ class UserTask(Generic[_T]):
         self._awaitable: object = None
         """Coroutine, or other awaitable, that `call` has returned; None before that, or if the result is not
         awaitable."""
-        self.over = asyncio.Event()
-        """Set when the code has ended or was abandoned. It costs less than an event of anyio, at each call."""
         self.value: _T | None = None
         """The code's result, if it has returned. None, as is `error`, if the code was cancelled or abandoned."""
         self.error: BaseException | None = None
         """The exception that the code has raised, if any."""
         self._task = asyncio.get_running_loop().create_task(self._run(), context=context)
-        # A task that is cancelled before its first step never runs `_run`.
-        self._task.add_done_callback(lambda _: self._finish())
+        if on_end is not None:
+            self._task.add_done_callback(lambda _: self._report_end())
 
-    def _finish(self) -> None:
-        """Set `over` and call `on_end`, the first time that this is called.
+    def _report_end(self) -> None:
+        """Call `on_end`, the first time that this is called.
 
         The task calls this at its end, and `end` when it abandons the code. The second call does nothing: an abandoned
         task may still end after `end` has returned.
         """
-        if not self.over.is_set():
-            self.over.set()
-            if self._on_end is not None:
-                self._on_end()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
     async def _run(self) -> None:
         """Call the code, and store the result or the exception. A cancellation by `end` is neither.
@@ -137,8 +134,6 @@ class UserTask(Generic[_T]):
         except BaseException as error:
             # User code may raise SystemExit or KeyboardInterrupt. In a task, asyncio would end the whole loop with it.
             self.error = error
-        finally:
-            self._finish()
 
     @types.coroutine
     def _drive(self, awaitable: Awaitable[_T]) -> Generator[Any, Any, _T | None]:
@@ -210,17 +205,24 @@ class UserTask(Generic[_T]):
         after the wait, because the code has to run even then.
         """
         try:
-            if not shield:
-                # Most calls end at their first step, on the next turn of the loop. They need no deadline, whose scope
-                # and timer cost more than the call.
+            # Most calls end at their first step, on the next turn of the loop. They need no deadline, whose timer costs
+            # more than the call.
+            if shield:
+                with anyio.CancelScope(shield=True):
+                    await asyncio.sleep(0)
+            else:
                 await asyncio.sleep(0)
-            if not self.over.is_set():
-                with anyio.move_on_after(seconds, shield=shield):
-                    await self.over.wait()
+            if not self._task.done():
+                await self._rest(seconds, shield=shield)
         except BaseException:
             await self.end()
             raise
-        return self.over.is_set()
+        return self._task.done()
+
+    async def _rest(self, seconds: float, *, shield: bool = True) -> None:
+        """Wait until the task has ended, but at most `seconds`. `shield`: True if the caller cannot be cancelled."""
+        with anyio.move_on_after(seconds, shield=shield):
+            await asyncio.wait([self._task])
 
     async def end(self, seconds: float = CLEANUP_S) -> bool:
         """Cancel the code, and wait until it has ended. Returns True if it has; False if it was abandoned.
@@ -234,19 +236,17 @@ class UserTask(Generic[_T]):
         self._ending = True
         self._scope.cancel()
         # During each wait the code may end by itself, or `_drive` may abandon it.
-        with anyio.move_on_after(min(SPIN_S, seconds), shield=True):
-            await self.over.wait()
+        await self._rest(min(SPIN_S, seconds))
         # Code that still swallows a cancellation on each turn of the loop keeps the loop busy, so it gets no more time.
         # Code that awaits something, in a shielded scope for example, may be cleaning up.
-        if not self.over.is_set() and not are_delivering(scopes_within(self._scope, self._task)):
-            with anyio.move_on_after(seconds, shield=True):
-                await self.over.wait()
-        if not self.over.is_set():
+        if not self._task.done() and not are_delivering(scopes_within(self._scope, self._task)):
+            await self._rest(seconds)
+        if not self._task.done():
             self._abandoned = True
             # `_drive` abandons the code when it gets this cancellation, which no shield of the code holds back. That
             # takes some turns of the loop, for which the caller does not wait.
             self._task.cancel()
-            self._finish()
+            self._report_end()
         if self._abandoned:
             UserTask.abandoned += 1
             _abandoned_at[where] += 1
