@@ -217,9 +217,15 @@ class EpisodePlayer:
         # Every block below either sets the outcome or raises, but the type checker cannot know this.
         outcome = Outcome.CANCELLED
         try:
-            with anyio.move_on_after(settings.episode_s) as state.scope:
-                async with self._environment(state) as env, self._sampling_ahead(env, state):
-                    outcome = await self._take_turns(env, state)
+            with state.scope:
+                async with self._environment(state) as env:
+                    # Responses can only be sampled ahead for an environment that uses the view of its episode
+                    # (`TranscriptView`), and not while episodes wait for each other.
+                    if _informed(env) is not None and self._phases.free:
+                        async with self._sampling_ahead(state):
+                            outcome = await self._take_turns(env, state)
+                    else:
+                        outcome = await self._take_turns(env, state)
                 # Only now is `progress.lost` complete: the blocks have counted the tokens of responses that the episode
                 # did not use.
                 return transcript.trajectory(lease.task, outcome, progress.lost)
@@ -461,17 +467,13 @@ class EpisodePlayer:
         return completion
 
     @asynccontextmanager
-    async def _sampling_ahead(self, env: Environment, state: _EpisodeState) -> AsyncGenerator[None]:
+    async def _sampling_ahead(self, state: _EpisodeState) -> AsyncGenerator[None]:
         """Let the environment have responses sampled ahead (before it shows their observations) inside the block.
 
-        Sets `state.ahead`, unless the environment does not use the view of its episode (`TranscriptView`), or `phases`
-        makes episodes wait for each other: then nothing is sampled ahead. At the end of the block, requests that still
-        run are cancelled. After a block without an error, the tokens of all responses that the episode did not take
-        move from `progress.tokens` to `progress.lost`. After an error they stay, because a failure counts both.
+        Sets `state.ahead`. At the end of the block, requests that still run are cancelled. After a block without an
+        error, the tokens of all responses that the episode did not take move from `progress.tokens` to `progress.lost`.
+        After an error they stay, because a failure counts both.
         """
-        if _informed(env) is None or not self._phases.free:
-            yield
-            return
         async with unwrapped_group() as tasks:
             sample = partial(self._sample, state)
             ahead = ResponsesAhead(state.transcript, self._rendering, state.new_request, sample, tasks, now=self._now)
@@ -497,8 +499,8 @@ class _EpisodeState:
         """Settings of the domain of the task."""
         self.ahead: ResponsesAhead | None = None
         """Responses that are sampled ahead. None if nothing is sampled ahead (`EpisodePlayer._sampling_ahead`)."""
-        self.scope = anyio.CancelScope()
-        """Scope that has the episode's deadline."""
+        self.scope = anyio.move_on_after(settings.episode_s)
+        """Scope that has the episode's deadline. The time counts from the start of the episode."""
         self.context = copy_context()
         """Context variables for the environment's calls, so that `step` sees the values that `reset` has set."""
         self._requests = 0
