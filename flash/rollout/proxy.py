@@ -28,7 +28,7 @@ import msgspec
 
 from flash.branches import divide_versions
 from flash.config.tree import Config
-from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
+from flash.errors import DeadlineError, EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
 from flash.rollout.concurrency import ResponseLengths
 from flash.rollout.engine import Engine, Progress, ResponseRequest
@@ -233,16 +233,19 @@ class LLMProxy:
         """
         response = PartialResponse(request)
         record = RequestRecord(request)
-        with (
-            deadline(request.timeout_s, "a response", lambda: self._timeout_advice(request.min_version)) as scope,
-            self._outages.extending(scope),
-        ):
-            completion = response.exhausted()
-            while completion is None:
+        end = anyio.current_time() + request.timeout_s
+        completion = response.exhausted()
+        while completion is None:
+            # The scope is cancelled at the deadline, or earlier to make the request leave its engine.
+            with anyio.CancelScope(deadline=end) as scope, self._outages.extending(scope):
                 engine = await self._acquire_engine(record)
-                # An engine may die just after it has given the last token. Then the response is complete all the same.
-                completion = await self._stream(engine, record, response) or response.exhausted()
-            return completion
+                completion = await self._stream(engine, record, response, scope)
+            # An engine may die just after it has given the last token. Then the response is complete all the same.
+            completion = completion or response.exhausted()
+            end = scope.deadline  # an outage may have changed it
+            if completion is None and scope.cancelled_caught and anyio.current_time() >= end:
+                raise DeadlineError("a response", request.timeout_s, self._timeout_advice(request.min_version))
+        return completion
 
     async def _acquire_engine(self, record: RequestRecord) -> EngineRecord:
         """Wait until an engine holds the request, and return the engine. `_stream` gives the engine's room back.
@@ -287,19 +290,19 @@ class LLMProxy:
         return wait.engine
 
     async def _stream(
-        self, engine: EngineRecord, record: RequestRecord, response: PartialResponse
+        self, engine: EngineRecord, record: RequestRecord, response: PartialResponse, scope: anyio.CancelScope
     ) -> Completion | None:
         """Make one engine sample the rest of a response, and release the engine's room at the end.
 
-        Returns the whole response, or None if another engine has to continue: the engine has died, it has failed the
-        request, or the proxy has made the request leave the engine, by cancelling the scope of the request in
-        `engine.running`.
+        Returns the whole response, or None if another engine has to continue, because this one has died or has failed
+        the request. `scope`: scope around this call. The proxy cancels it, as a key of `engine.running`, to make the
+        request leave the engine.
 
         Raises:
             EngineError: the engine has failed the request, and no other engine may try.
             Exception: `request.on_tokens` raised it.
         """
-        scope, concurrency, rest, completion = anyio.CancelScope(), engine.concurrency, response.rest(), None
+        concurrency, rest, completion = engine.concurrency, response.rest(), None
         self._add_running(engine, scope, record)
         # `own` is the number of tokens at the end of the prompt that belong to the response, because other engines have
         # sampled them.
@@ -314,26 +317,25 @@ class LLMProxy:
             for other in self.records:
                 self._balance(other)
         try:
-            with scope:
-                async with aclosing(engine.backend.generate(rest)) as pieces:
-                    async for piece in pieces:
-                        engine.failed_in_a_row = 0
-                        if isinstance(piece, Completion):
-                            # The completion has all tokens of this engine, but only the last of them are new.
-                            # `response.length` is read first, because `complete` changes it.
-                            before, completion = response.length, response.complete(piece)
-                            engine.tokens += response.length - before
-                            concurrency.grow(scope, response.length - before)
-                            return completion
-                        engine.tokens += len(piece.token_ids)
-                        concurrency.grow(scope, len(piece.token_ids))
-                        if not record.proven:
-                            self._on_first_token(engine, record)
-                            self._adapt_limit_and_fill(engine)
-                        response.add(piece)
-                        # The last tokens come with the completion, and the caller counts them.
-                        record.request.on_tokens(piece.token_ids)
-                raise EngineError(f"engine {engine.number} ended a response without completing it")
+            async with aclosing(engine.backend.generate(rest)) as pieces:
+                async for piece in pieces:
+                    engine.failed_in_a_row = 0
+                    if isinstance(piece, Completion):
+                        # The completion has all tokens of this engine, but only the last of them are new.
+                        # `response.length` is read first, because `complete` changes it.
+                        before, completion = response.length, response.complete(piece)
+                        engine.tokens += response.length - before
+                        concurrency.grow(scope, response.length - before)
+                        return completion
+                    engine.tokens += len(piece.token_ids)
+                    concurrency.grow(scope, len(piece.token_ids))
+                    if not record.proven:
+                        self._on_first_token(engine, record)
+                        self._adapt_limit_and_fill(engine)
+                    response.add(piece)
+                    # The last tokens come with the completion, and the caller counts them.
+                    record.request.on_tokens(piece.token_ids)
+            raise EngineError(f"engine {engine.number} ended a response without completing it")
         except EngineDeadError as error:
             self._on_death(engine, error)
         except EngineError as error:
