@@ -37,7 +37,13 @@ EDGES = np.array([0.0, *(2.0 ** (np.arange(4 * 24) / 4))])
 """Borders of the intervals of lengths, in tokens, within which the hazard is constant: 0 and quarters of octaves, up to
 nearly 2²⁴ tokens, which is more than any response has. The last interval has no end."""
 _EDGES = EDGES.tolist()
-"""`EDGES` as a list, in which `bisect` and `math` are fast."""
+"""`EDGES` as a list, in which `bisect` is fast."""
+_WIDTHS = np.diff(EDGES)
+"""Width of each interval of `EDGES`, without the last one."""
+_FIRST = np.ceil(EDGES)
+"""First whole number in each interval of `EDGES`, or above the interval if it has none."""
+_POSITIONS = np.diff(_FIRST)
+"""Number of whole numbers in each interval of `EDGES`, without the last one."""
 DEVIATIONS = 2.0
 """The limit keeps this many standard deviations of the expected use free. The use exceeds them about once in forty
 times."""
@@ -67,17 +73,24 @@ class ResponseLengths:
         self._ends = np.zeros(len(EDGES))
         """Number of ends in each interval of `EDGES`. Responses that ended at a token limit are left out: they say
         nothing about when the model ends a response."""
-        self._tokens = np.zeros(len(EDGES))
-        """Number of tokens generated in each interval of `EDGES`."""
+        self._stopped = np.zeros(len(EDGES))
+        """Number of lengths in each interval of `EDGES` up to which responses have grown, minus the number of lengths
+        there from which they have grown. From this follow the tokens generated in each interval."""
+        self._stopped_tokens = np.zeros(len(EDGES))
+        """Sum of the lengths that are counted in `_stopped`, minus the sum of those that are subtracted there."""
 
     def grow(self, first: int, stop: int) -> None:
         """Note that a response has got the tokens at positions [first, stop). Each counts in the interval of its
         position."""
-        while first < stop:
-            interval = _interval(first)
-            end = stop if interval + 1 == len(_EDGES) else min(stop, math.ceil(_EDGES[interval + 1]))
-            self._tokens[interval] += end - first
-            first = end
+        # Only the two lengths are noted, because this runs for every piece of every response.
+        before, after = _interval(first), _interval(stop)
+        if before == after:
+            self._stopped_tokens[after] += stop - first
+        else:
+            self._stopped[before] -= 1
+            self._stopped_tokens[before] -= first
+            self._stopped[after] += 1
+            self._stopped_tokens[after] += stop
 
     def end(self, length: int, *, limited: bool = False) -> None:
         """Note that a response has ended with `length` tokens: by itself, or at its token limit if `limited`."""
@@ -98,9 +111,15 @@ class ResponseLengths:
         Args:
             longest: largest number of tokens that a response may have.
         """
+        # A length in a later interval stands for all positions of this interval, and a length in this interval for the
+        # positions before it.
+        tokens = self._stopped_tokens - self._stopped * _FIRST
+        tokens[:-1] += self._stopped[:0:-1].cumsum()[::-1] * _POSITIONS
         # The prior adds ends and tokens to every interval, so that the hazard is known for lengths without a response.
-        rates = (self._ends + PRIOR) / (self._tokens + PRIOR * longest / 2)
-        return np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(EDGES))])
+        rates = (self._ends + PRIOR) / (tokens + PRIOR * longest / 2)
+        hazard = np.zeros(len(EDGES))
+        hazard[1:] = (rates[:-1] * _WIDTHS).cumsum()
+        return hazard
 
 
 class ConcurrencyLimit:
@@ -152,9 +171,10 @@ class ConcurrencyLimit:
 
     def grow(self, name: Hashable, tokens: int) -> None:
         """Note that this engine has given `tokens` more tokens of a response."""
-        prompt, length, longest, _ = self._running[name]
-        self._lengths.grow(length, length + tokens)
-        self._running[name] = [prompt, length + tokens, longest, 1]
+        row = self._running[name]
+        self._lengths.grow(row[1], row[1] + tokens)
+        row[1] += tokens
+        row[3] = 1
 
     def end(self, name: Hashable, *, complete: bool) -> None:
         """Note that a response no longer runs on this engine. The caller calls `observe` next.
