@@ -257,6 +257,30 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
     run(scenario)
 
 
+def test_a_response_keeps_its_deadline_when_it_moves_to_another_engine() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine(), swap="abort")
+        await house.load_all()
+        ended_at: list[float] = []
+
+        async def ask() -> None:
+            """Send a request whose response takes 50 s, and note when it fails."""
+            with pytest.raises(DeadlineError):
+                await house.proxy.generate(ResponseRequest([1, 50], 100, key=0, timeout_s=8.25))
+            ended_at.append(anyio.current_time())
+
+        start = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await anyio.sleep(4.5)
+            await house.proxy.load(0, published(1))
+        assert [len(each.requests) for each in house.engines] == [1, 1]
+        assert ended_at == [start + 8.25]
+        house.check_empty()
+
+    run(scenario)
+
+
 # -- failover ------------------------------------------------------------------------------------------------------
 
 
