@@ -285,7 +285,7 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
 
 async def update_weights(
     llm: Any, update_info: dict[str, Any], label: str, adapter: int = 0, dropped: Sequence[int] = ()
-) -> dict[str, str] | None:
+) -> tuple[dict[str, str] | None, list[list[int]]]:
     """Load new weights into a paused engine; or load a LoRA adapter. The engine calls this for each version.
 
     vLLM labels all tokens that it samples afterwards with `label`. With several adapters these labels are wrong, and
@@ -301,21 +301,15 @@ async def update_weights(
 
     Returns:
         None if all workers have loaded the version. Otherwise the first failure that a worker reported, as plain
-        data of a `flash.weights.versions.LoadFailure`; the label is then not set.
+        data of a `flash.weights.versions.LoadFailure`; the label is then not set. The second result is the fingerprint
+        of each worker's weights, or of the adapter. A fingerprint is a list of checksums, which trainer and worker
+        compute in the same way.
     """
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    if adapter:
-        failures = await ask_workers(llm, "flash_put_adapter", update_info, adapter, [*dropped])
-    else:
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info))
-        await llm.finish_weight_update()
-        failures = await ask_workers(llm, "flash_load_failure")
-    failure = next((one for one in failures if one is not None), None)
+    loads = await ask_workers(llm, "flash_load", update_info, adapter, [*dropped])
+    failure = next((failure for failure, _ in loads if failure is not None), None)
     if failure is None:
         await llm.update_weight_version(label)
-    return failure
+    return failure, [list(sums) for _, sums in loads]
 
 
 def supported_rank(rank: int) -> int:
@@ -335,12 +329,6 @@ def adapter_request(name: str, number: int) -> Any:
 
     # The last argument is the path of the adapter. vLLM does not read it, because the workers have the adapter already.
     return LoRARequest(name, number, "held by the workers")
-
-
-async def held_fingerprints(llm: Any, adapter: int = 0) -> list[list[int]]:
-    """Return the fingerprint of each worker's weights, or of the adapter with the number `adapter` if it is not 0. A
-    fingerprint is a list of checksums, which trainer and worker compute in the same way."""
-    return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint", adapter)]
 
 
 async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:

@@ -1,11 +1,11 @@
 """Loads a version inside vLLM's workers, and checks the weights that a worker holds.
 
-The node loop (`flash.rollout.vllm.engine`) lets vLLM call `WeightReceiver`, our weight transfer engine, in each worker:
-first `start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
+For each version the node loop (`flash.rollout.vllm.engine`) calls `WorkerExtension.flash_load` in each worker.
+(vLLM adds this class to its worker class.) It lets vLLM call `WeightReceiver`, our weight transfer engine: first
+`start_weight_update`, then `receive_weights`, then `finish_weight_update`. `receive_weights` pulls the version
 (`flash.weights.tcp`, `flash.weights.broadcast`) and gives its tensors to vLLM's layerwise reload, which keeps the
-storage that compiled graphs point into. After that the node loop calls the methods of `WorkerExtension`, which vLLM
-adds to its worker class. They return the failure of the last load and the fingerprint of the weights, a checksum of all
-elements. They also load adapters (LoRA), which vLLM holds beside the model's own weights.
+storage that compiled graphs point into. `flash_load` returns the fingerprint of the weights that the worker then holds,
+a checksum of all elements. It also loads adapters (LoRA), which vLLM holds beside the model's own weights.
 
 A *worker* is a process of an engine that holds the model, or a part of it. With ipc (engine and trainer on one GPU),
 vLLM's own weight transfer engine receives; `WorkerExtension` is used all the same.
@@ -81,8 +81,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
         """Load each tensor as it arrives. vLLM calls this once for a version.
 
-        If the pull fails, the reason is stored in `failure` and not raised; the node loop asks for the failure
-        afterwards. Any other exception, such as an error of vLLM, is raised.
+        If the pull fails, the reason is stored in `failure` and not raised; `WorkerExtension.flash_load` returns it.
+        Any other exception, such as an error of vLLM, is raised.
         """
         receive = self._tcp.receive if update_info.backend == "tcp" else self._broadcasts.receive
         try:
@@ -110,6 +110,41 @@ class WorkerExtension:
     vLLM refuses names that its workers already have, so the names have a prefix. `self` is vLLM's worker.
     """
 
+    def flash_load(
+        self, update: dict[str, Any], adapter: int, dropped: list[int]
+    ) -> tuple[dict[str, str] | None, list[int]]:
+        """Pull a version and put it in place: the model's weights, or an adapter if `adapter` is not 0.
+
+        Args:
+            update: the place of the version (`flash.weights.versions.UpdateInfo.update`).
+            adapter: number of the adapter to load.
+            dropped: numbers of the adapters that this one replaces.
+
+        Returns:
+            The reason why the version could not be pulled, a `LoadFailure` as plain data, or None if it could. And the
+            fingerprint of the weights or the adapter that this worker holds now; empty after a failure.
+        """
+        # All steps of a load are one call, because the engine stands still meanwhile, and the node loop, which waits
+        # for each call, may be busy with its episodes.
+        worker: Any = self
+        failure: LoadFailure | None = None
+        if adapter:
+            try:
+                tensors = dict(pull(WeightSource(**update)))
+            except FlashError as error:
+                failure = LoadFailure.of(error)
+            else:
+                put_adapter(self, adapter, tensors, dropped)
+        else:
+            worker.start_weight_update()
+            worker.update_weights(update)
+            worker.finish_weight_update()
+            receiver = worker.weight_transfer_engine
+            failure = receiver.failure if isinstance(receiver, WeightReceiver) else None
+        if failure is not None:
+            return failure.to_plain(), []
+        return None, self.flash_fingerprint(adapter)
+
     def flash_fingerprint(self, adapter: int) -> list[int]:
         """Return the fingerprint of the weights that this worker holds.
 
@@ -124,26 +159,6 @@ class WorkerExtension:
         for tensor in held_adapter(worker, adapter):
             fingerprint.add(tensor)
         return fingerprint.sums
-
-    def flash_put_adapter(self, source: dict[str, Any], number: int, dropped: list[int]) -> dict[str, str] | None:
-        """Pull a version of the adapters and hold it as adapter `number`, in place of the adapters `dropped`.
-
-        Returns:
-            None, or the `LoadFailure` as plain data.
-        """
-        try:
-            tensors = dict(pull(WeightSource(**source)))
-        except FlashError as error:
-            return LoadFailure.of(error).to_plain()
-        put_adapter(self, number, tensors, dropped)
-        return None
-
-    def flash_load_failure(self) -> dict[str, str] | None:
-        """Return the reason why this worker could not pull the last version, as plain data; None if it could."""
-        worker: Any = self
-        receiver = worker.weight_transfer_engine
-        failure = receiver.failure if isinstance(receiver, WeightReceiver) else None
-        return None if failure is None else failure.to_plain()
 
 
 def keep_sums(layer_sums: LayerSums, layer: nn.Module) -> None:

@@ -268,7 +268,7 @@ def test_versions_are_exact_over_many_requests_and_swaps(staying: Served) -> Non
 def test_an_engine_holds_what_was_published_bit_for_bit(moving: Served) -> None:
     published = moving.publish()
     moving.load(published)
-    held = moving.call(vllm.held_fingerprints, moving.engine._llm, 1)  # pyright: ignore[reportPrivateUsage]
+    held = moving.call(vllm.ask_workers, moving.engine._llm, "flash_fingerprint", 1)  # pyright: ignore[reportPrivateUsage]
     assert held == [decode_update(published.update_info).fingerprint]
 
 

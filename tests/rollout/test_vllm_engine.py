@@ -289,7 +289,7 @@ def test_an_engine_holds_what_was_published_bit_for_bit(served: Served) -> None:
     for parameter in served.model.parameters():
         fingerprint.add(parameter)
     assert decode_update(published.update_info).fingerprint == fingerprint.sums
-    assert served.call(vllm.held_fingerprints, served.engine._llm) == [fingerprint.sums]
+    assert served.call(vllm.ask_workers, served.engine._llm, "flash_fingerprint", 0) == [fingerprint.sums]
 
 
 def test_an_engine_is_sent_what_has_changed_and_holds_all_of_it(served: Served) -> None:
@@ -305,7 +305,7 @@ def test_an_engine_is_sent_what_has_changed_and_holds_all_of_it(served: Served) 
                 parameter.add_(torch.where(torch.rand_like(parameter) < 0.02, 0.5, 0.0))
         published = served.publish()
         assert served.load(published) <= 1e-5
-        held = served.call(vllm.held_fingerprints, served.engine._llm)
+        held = served.call(vllm.ask_workers, served.engine._llm, "flash_fingerprint", 0)
         assert held == [decode_update(published.update_info).fingerprint]
         assert served.sent < 0.1 * whole if served.config.weights.backend == "tcp_deltas" else served.sent == whole
     with torch.no_grad():  # what other tests are about
@@ -622,7 +622,9 @@ def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_o
     assert len(done) == 24
     for _, completion in done:
         assert [run.version for run in completion.versions] == [before, whole.version]
-    assert doomed.call(vllm.held_fingerprints, doomed.engine._llm) == [decode_update(whole.update_info).fingerprint]
+    assert doomed.call(vllm.ask_workers, doomed.engine._llm, "flash_fingerprint", 0) == [
+        decode_update(whole.update_info).fingerprint
+    ]
 
 
 def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served: Served) -> None:

@@ -446,7 +446,7 @@ class VLLMEngine:
             # The workers join once per publisher. After the trainer ranks have restarted, the publisher is a new one.
             await vllm.join_transfer(llm, info.init)
             self._joined = info.init
-        failure = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
+        failure, held = await vllm.update_weights(llm, info.update, str(version), adapter.number, dropped)
         if failure is not None:
             raise self._load_error(LoadFailure.from_plain(failure), version)
         # The canary is added before the engine resumes, so that it runs in the first step.
@@ -462,7 +462,7 @@ class VLLMEngine:
         output = await queue.get()
         positions = output.prompt_logprobs
         observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
-        return observed, await vllm.held_fingerprints(llm, adapter.number), adapter
+        return observed, held, adapter
 
     async def _abort(self, request_id: str, queue: Any, tally: TokenTally) -> None:
         """Abort a request in vLLM, and add its sampled tokens that were in no piece yet to `tally.lost`.
