@@ -5,8 +5,8 @@ others have an engine each. A fault kills (SIGKILL) or stops (SIGSTOP for 5 to 9
 hub's node loop, another node loop, an engine's core, a worker of it, or `flash train` itself. Or it cuts the link of a
 host, in one direction or in both. A command that ends is started again after 3 s. At the end the run is resumed once
 more, and ends by itself. The files that it leaves show what was lost or counted twice. First the *calm run*, the same
-run without faults, measures the speed for comparison. `--stream` gives both runs streamed steps, which begin before
-their batch is whole, so that faults also happen in the middle of a step.
+run without faults, measures the speed for comparison. Steps are streamed: they begin before their batch is whole, so
+that faults also happen in the middle of a step.
 
 Needs Linux, root and iproute2, because the hosts are network namespaces. `--quick` causes each kind of fault once, for
 at most 20 s.
@@ -21,7 +21,6 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class JobResult(msgspec.Struct, frozen=True):
     """Processes and folders that were left after all commands had ended."""
 
 
-async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: float, *, stream: bool) -> JobResult:
+async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> JobResult:
     """Run the job with these faults, from its start to its end.
 
     Args:
@@ -81,10 +80,9 @@ async def run_job(name: str, folder: Path, faults: Sequence[Fault], seconds: flo
         folder: folder for the run directory and the output of the commands.
         faults: faults, in order. After a run with faults, the job is resumed until it ends by itself.
         seconds: time from the first step with all engines to the end of the faults.
-        stream: True for streamed steps.
     """
     with Hosts(*NAMES) as hosts:
-        job = Job(hosts, name, folder, stream=stream)
+        job = Job(hosts, name, folder)
         async with anyio.create_task_group() as tasks:
             for host in range(len(NAMES)):
                 tasks.start_soon(job.keep, host)
@@ -261,7 +259,7 @@ def tokens_per_second(rows: Iterable[Metrics], begin: float, end: float) -> floa
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float, *, stream: bool = False) -> list[Row]:
+def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float) -> list[Row]:
     """Return the rows of the report, after both runs.
 
     Args:
@@ -269,11 +267,9 @@ def rows(result: JobResult, left: Left, calm: JobResult, calm_per_s: float, *, s
         left: files that it left.
         calm: course of the calm run, whose failures count too.
         calm_per_s: trained tokens per second of the calm run.
-        stream: True if both runs had streamed steps.
     """
     verdict = judge(left)
-    steps = "streamed steps, " if stream else ""
-    case = f"{steps}{len(result.injected)} faults in {result.end - result.begin:.0f} s"
+    case = f"{len(result.injected)} faults in {result.end - result.begin:.0f} s"
     # Unit of each field of the verdict, by the first word of its name.
     units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
     hangs = len(stretches(left.times, result.begin, result.end, HANG_S)) + len(result.stuck)
@@ -312,17 +308,16 @@ def measure(args: Args) -> list[Row]:
         seconds = faults[-1].at + GAP_S
     folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
-    job = partial(run_job, stream=own.stream)
-    calm = anyio.run(job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
+    calm = anyio.run(run_job, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
     calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
-    result = anyio.run(job, "broken", folder, faults, seconds)
+    result = anyio.run(run_job, "broken", folder, faults, seconds)
     (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in result.injected))
     for name, course in (("calm run", calm), ("run with faults", result)):
         for title in ("orphans", "failed", "stuck"):
             for line in getattr(course, title):
                 print(f"{name}, {title}: {line}")
     print(f"outputs and faults are in {folder}")
-    return rows(result, left_by(folder / "broken"), calm, calm_per_s, stream=own.stream)
+    return rows(result, left_by(folder / "broken"), calm, calm_per_s)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -335,7 +330,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         return float(text)
 
     parser.add_argument("--seconds", type=seconds, help=f"time in which faults happen; default: {SECONDS:g}")
-    parser.add_argument("--stream", action="store_true", help="give both runs streamed steps")
 
 
 if __name__ == "__main__":

@@ -162,10 +162,9 @@ class Job:
         hosts: the hosts.
         name: name of the run.
         folder: folder for the run directory and the output of the commands.
-        stream: True for streamed steps.
     """
 
-    def __init__(self, hosts: Hosts, name: str, folder: Path, *, stream: bool) -> None:
+    def __init__(self, hosts: Hosts, name: str, folder: Path) -> None:
         self.directory = RunDirectory(folder / name)
         self.failed: list[str] = []
         """Launches that ended with an error of their own."""
@@ -173,8 +172,6 @@ class Job:
         self._folder = folder
         self._name = name
         self._arguments = [str(WORKLOAD), f"run.name={name}", f"run.output_dir={folder}"]
-        if stream:
-            self._arguments.append("train.stream=true")
         self._launches: dict[int, subprocess.Popen[bytes]] = {}
         """Last command of each host, by the host's number."""
         self._ending = False

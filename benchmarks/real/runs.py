@@ -212,7 +212,7 @@ def real_textworld(args: Args) -> list[Row]:
 STREAMED: Modes = {
     "α = 0": ALPHA_0,
     "α = 0, streamed": [*ALPHA_0, "train.stream=true"],
-    "α = 1": ["train.async_ratio=1"],
+    "α = 1": ["train.async_ratio=1", "train.stream=false"],
     "α = 1, streamed": ["train.async_ratio=1", "train.stream=true"],
 }
 """Modes of `async_vs_sync`."""

@@ -62,10 +62,11 @@ def ours(config: Config, **rollout: object) -> SimReport:
     """Simulate our own code on a configuration. `rollout` are changes of its table `[rollout]`.
 
     The largest age of a trained token is ⌈α⌉, because ROLL Flash drops what is older. It is left unset (None) at α = 0,
-    where no token is old.
+    where no token is old. Steps are streamed only if `train.stream` is true, because ROLL Flash does not stream them.
     """
     oldest = ages.window(config.train.async_ratio)
-    return simulate(change(config, rollout=rollout, train={"max_token_age": oldest or None}))
+    train = {"max_token_age": oldest or None, "stream": config.train.stream is True}
+    return simulate(change(config, rollout=rollout, train=train))
 
 
 def streamed(config: Config, ratio: float = 0) -> SimReport:

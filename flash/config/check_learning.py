@@ -510,7 +510,7 @@ def why_not_streamed(config: Config) -> str | None:
     The hub and each trainer rank call this when they start, and a replay for each step. A dry run shows the reason. The
     configuration has passed `check_algorithm`, so its objective can be made.
     """
-    if not config.train.stream:
+    if not config.train.streamed:
         return "train.stream is false"
     algorithm = config.algorithm
     kind = load_objective(algorithm.objective)

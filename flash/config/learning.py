@@ -71,9 +71,10 @@ class TrainConfig(Section, frozen=True):
     offload: list[Literal["activations", "moments", "weights"]] = field(default_factory=list)
     """Training state that is kept in host memory instead of GPU memory. With `weights`, the weights, gradients and
     moments of all models stay on the host and are updated there, and each pass copies the weights to the GPU."""
-    stream: bool = False
+    stream: bool | None = None
     """Begin a step while its batch is still sampled: train the groups that are complete, and update the weights when
-    the batch is whole. [Some settings](asynchrony.md#streamed-steps) need the whole batch first."""
+    the batch is whole. [Some settings](asynchrony.md#streamed-steps) need the whole batch first. None: true if
+    `async_ratio` is above 0 and `minibatches` is 1."""
     profile: str = ""
     """Steps that [torch's profiler](view.md#where-a-steps-time-goes) records: `FIRST:LAST`, both included, counted from
     0. Empty: none."""
@@ -86,6 +87,15 @@ class TrainConfig(Section, frozen=True):
             return range(0)
         first, last = map(int, self.profile.split(":"))
         return range(first, last + 1)
+
+    @property
+    def streamed(self) -> bool:
+        """True if steps begin before their batch is whole, unless another setting needs the whole batch first.
+
+        This is `stream`, or its default: a run at α = 0 should be exactly repeatable, and with several minibatches the
+        times of samples would decide which update trains them.
+        """
+        return self.async_ratio > 0 and self.minibatches == 1 if self.stream is None else self.stream
 
     @property
     def max_age(self) -> int:

@@ -55,7 +55,7 @@ def dry_run(config: Config) -> list[str]:
     """
     try_objective(config)
     lines = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
-    if config.train.stream:
+    if config.train.streamed:
         why = why_not_streamed(config)
         lines.append("steps: streamed" if why is None else f"steps: wait for their whole batches, because {why}")
     if (present := count_gpus()) < config.gpus_per_node:

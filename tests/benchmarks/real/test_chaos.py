@@ -205,7 +205,7 @@ def test_a_process_that_is_left_is_named_whatever_its_command_line_holds(tmp_pat
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # the system shows the command line only when the program is loaded
-        job = Job(cast(Any, OneProcess(process.pid, tmp_path)), "left", tmp_path, stream=False)
+        job = Job(cast(Any, OneProcess(process.pid, tmp_path)), "left", tmp_path)
         found = anyio.run(job.orphans, 0)
         process.kill()
     assert len(found) == len(NAMES)
