@@ -45,22 +45,22 @@ PACKAGE = ("model.fetch=smollm2-135m", "model.path=models/small/there")
 
 def test_a_dry_run_reads_a_files_tokenizer_and_names_the_model_that_will_be_made() -> None:
     told = dry_run(resolve())
-    assert told[1] == "model: tiny.hf will be made from tiny.gguf, a LlamaForCausalLM of 0.0784M parameters"
-    assert told[2].startswith("environment: envs.arithmetic:Arithmetic shows ")
+    assert told[2] == "model: tiny.hf will be made from tiny.gguf, a LlamaForCausalLM of 0.0784M parameters"
+    assert told[3].startswith("environment: envs.arithmetic:Arithmetic shows ")
     assert not Path("tiny.hf").exists()
     fetch(Path("tiny.gguf"), Path("tiny.hf"), 60)
-    assert dry_run(resolve())[1] == "model: ./tiny.hf, a LlamaForCausalLM of 0.0784M parameters"
+    assert dry_run(resolve())[2] == "model: ./tiny.hf, a LlamaForCausalLM of 0.0784M parameters"
     with pytest.raises(ConfigError, match=r"^parallel\.tensor: expected a divisor of the model's num_attention_heads"):
         dry_run(resolve("cluster.trainer_ranks=3", "parallel.tensor=3"))
 
 
 def test_a_dry_run_says_what_will_be_fetched_and_that_the_environment_is_not_played() -> None:
     told = dry_run(resolve(*PACKAGE))
-    assert told[1].startswith(
+    assert told[2].startswith(
         "model: models/small/there will be made at the start, or by `flash fetch smollm2-135m --to "
     )
-    assert told[1].endswith(": 93 MB to fetch, a folder of 273 MB, Apache-2.0")
-    assert told[2] == (
+    assert told[2].endswith(": 93 MB to fetch, a folder of 273 MB, Apache-2.0")
+    assert told[3] == (
         "environment: envs.arithmetic:Arithmetic is not played, for want of the tokenizer that is fetched"
     )
 
