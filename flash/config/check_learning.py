@@ -500,7 +500,7 @@ WHOLE_BATCH = (
         lambda config, objective: config.rollout.on_expire == "wait",
     ),
 )
-"""All settings for which a step is not streamed although `train.stream` is set. docs/asynchrony.md has the same
+"""All settings for which a step is not streamed although `train.stream` asks for it. docs/asynchrony.md has the same
 table."""
 
 
