@@ -272,7 +272,9 @@ def machine() -> list[tuple[str, str]]:
         ("software", ", ".join(f"{name} {version_of(name)}" for name in SOFTWARE)),
     ]
     if commit := output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"):
-        changed = output_of("git", "-C", str(ROOT), "status", "--porcelain")
+        # The rows and pictures of other benchmarks change nothing that is measured.
+        results = (":!benchmarks/results", ":!docs/images")
+        changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", *results)
         lines.append(("commit", f"{commit} with local changes" if changed else commit))
     gpus = output_of("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
     lines.append(("gpus", "; ".join(gpus) or "none"))
