@@ -56,8 +56,8 @@ KEYS_WITHOUT_EFFECT = (
     *("checkpoint.", "deadlines.", "track.", "alarms.", "simulate."),
 )
 """Keys, and beginnings of keys, on which a training step does not depend. If only these have changed while a run was
-stopped, its recorded batches still make the same steps. `run.steps` may change, too, if the learning rate does not
-depend on it."""
+stopped, its recorded batches still make the same steps. `run.steps` and `train.stream` may change, too, in the cases
+that `_changed_keys` names."""
 MOST_IDLE = 2
 """Largest number of consecutive incarnations of a requeued job that may begin without progress."""
 REQUEUES_FILE = "requeues.json"
@@ -207,11 +207,15 @@ def _changed_keys(directory: RunDirectory, config: Config) -> str:
     settings = read_recorded(directory.config), tomllib.loads(dump(recorded(config)))
     before, now = (dict(flat(one)) for one in settings)
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    without_effect = set[str]()
     # With another decay, the learning rate of each step depends on the number of steps.
-    constant = before.get("train.decay") == now.get("train.decay") == "constant"
-    return ", ".join(
-        key for key in keys if not key.startswith(KEYS_WITHOUT_EFFECT) and not (constant and key == "run.steps")
-    )
+    if before.get("train.decay") == now.get("train.decay") == "constant":
+        without_effect.add("run.steps")
+    # A batch that was recorded without streamed steps has one round, in which a streamed step trains it in the same
+    # way.
+    if before.get("train.stream") is False:
+        without_effect.add("train.stream")
+    return ", ".join(key for key in keys if not key.startswith(KEYS_WITHOUT_EFFECT) and key not in without_effect)
 
 
 async def keep_hub_state(

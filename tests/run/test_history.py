@@ -148,6 +148,24 @@ def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(
     assert reach(config, 4, 4) == Reach(4)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        (False, None, ""),  # the default of a run that was recorded before steps were streamed by default
+        (False, True, ""),
+        (None, False, "the configuration has changed since: train.stream"),
+        (True, False, "the configuration has changed since: train.stream"),
+    ],
+)
+def test_steps_that_were_not_streamed_can_be_trained_again_as_streamed_ones(
+    tmp_path: Path, before: bool | None, now: bool | None, why: str
+) -> None:
+    config = make_config(tmp_path)
+    with Recorder(changed(config, "train", stream=before), NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as it:
+        record(it, 4)
+    assert reach(changed(config, "train", stream=now), 1, 4) == (Reach(1, why) if why else Reach(4))
+
+
 def test_a_removed_key_counts_as_a_change_only_with_another_value_than_its_default(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
