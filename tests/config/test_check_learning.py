@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flash.config.check_learning import WHOLE_BATCH, check_train, supervised, why_not_streamed
+from flash.config.learning import TrainConfig
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -371,6 +372,24 @@ def test_a_step_is_streamed_unless_a_setting_needs_the_whole_batch(tables: dict[
         config = msgspec.convert(base | {"train": {"stream": True} | tables["train"]}, Config)
     found = why_not_streamed(config)
     assert found == reason or (found is not None and reason is not None and reason in found)
+
+
+@pytest.mark.parametrize(
+    ("train", "streamed"),
+    [
+        ({}, True),
+        ({"async_ratio": 0.5}, True),
+        ({"async_ratio": 0}, False),
+        ({"minibatches": 2}, False),
+        ({"stream": False}, False),
+        ({"async_ratio": 0, "stream": True}, True),
+        ({"minibatches": 2, "stream": True}, True),
+    ],
+)
+def test_steps_are_streamed_by_default_with_old_samples_and_one_minibatch(
+    train: dict[str, Any], streamed: bool
+) -> None:
+    assert msgspec.convert(train, TrainConfig).streamed is streamed
 
 
 def test_the_reason_why_a_step_is_not_streamed_stands_before_its_setting() -> None:
