@@ -9,7 +9,7 @@
         _update       one optimizer update (`flash.trainer.optimizer.apply_gradient`), if the minibatch ends
 
 `finish_step` makes the other passes of `updates_per_batch`, and the metrics. A *round* is a part of a batch whose
-samples are complete; without `train.stream` a step has one round, the whole batch. A minibatch may lie in several
+samples are complete; a step that is not streamed has one round, the whole batch. A minibatch may lie in several
 rounds. Its gradient is the sum over them, so it is the same for all divisions into rounds.
 
 Version n is the weights after n steps. A *shard* is the part of a round that this rank trains. A *minibatch* is the
