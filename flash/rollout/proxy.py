@@ -236,6 +236,8 @@ class LLMProxy:
         end = anyio.current_time() + request.timeout_s
         completion = response.exhausted()
         while completion is None:
+            if anyio.current_time() >= end:
+                raise DeadlineError("a response", request.timeout_s, self._timeout_advice(request.min_version))
             # The scope is cancelled at the deadline, or earlier to make the request leave its engine.
             with anyio.CancelScope(deadline=end) as scope, self._outages.extending(scope):
                 engine = await self._acquire_engine(record)
@@ -243,8 +245,6 @@ class LLMProxy:
             # An engine may die just after it has given the last token. Then the response is complete all the same.
             completion = completion or response.exhausted()
             end = scope.deadline  # an outage may have changed it
-            if completion is None and scope.cancelled_caught and anyio.current_time() >= end:
-                raise DeadlineError("a response", request.timeout_s, self._timeout_advice(request.min_version))
         return completion
 
     async def _acquire_engine(self, record: RequestRecord) -> EngineRecord:

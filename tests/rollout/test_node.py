@@ -87,7 +87,8 @@ def make_config(**changes: Any) -> Config:
         "model": {"path": "fake", "max_length": 64},
         "env": {"path": "fake:Fake"},
         "rollout": {"group_size": 2, "max_concurrent": 64, "max_new_tokens": 16, "retries": 1, "breaker": 8},
-        "train": {"batch_size": 8, "async_ratio": 1.0},
+        # `FakeTrainer` asks once for each step.
+        "train": {"batch_size": 8, "async_ratio": 1.0, "stream": False},
         "eval": {"every": 2, "problems": 3, "samples": 2},
         "cluster": {"gpus_per_node": 0},
         "deadlines": {"env_step": 5.0, "generate": 50.0, "step": 100.0},
