@@ -284,6 +284,21 @@ def test_a_response_keeps_its_deadline_when_it_moves_to_another_engine() -> None
 # -- failover ------------------------------------------------------------------------------------------------------
 
 
+def test_a_response_whose_deadline_has_passed_fails_at_once_and_reaches_no_engine() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        # The proxy has not noticed yet. If the request found out, it would wait for the next engine.
+        house.engines[0].kill()
+        start = anyio.current_time()
+        with pytest.raises(DeadlineError, match=r"deadlines\.generate"):
+            await house.proxy.generate(ResponseRequest([1, 50], 100, key=0, timeout_s=0))
+        assert anyio.current_time() == start
+        assert house.engines[0].requests == []
+
+    run(scenario)
+
+
 def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> None:
     async def scenario() -> None:
         house = House(engine(), engine())
