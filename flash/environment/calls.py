@@ -18,7 +18,7 @@ import inspect
 import logging
 import types
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -145,7 +145,7 @@ class UserTask(Generic[_T]):
 
         `_run` awaits this. Returns the result of the code; None if the code was abandoned.
         """
-        steps: Any = awaitable.__await__()  # iterator that runs the code up to its next `await` of a future
+        steps = _steps_of(awaitable)  # runs the code up to its next `await` of a future
         thrown: BaseException | None = None  # exception that is thrown into the code at the next step
         # A loop that was blocked lately lets other tasks run before user code (`flash.run.loop_watch.WatchedLoop`).
         turn: Callable[[], Awaitable[None]] | None = getattr(asyncio.get_running_loop(), "turn", None)
@@ -256,6 +256,20 @@ class UserTask(Generic[_T]):
                 warning = "%s still runs after it was cancelled%s: it is abandoned%s; do not catch CancelledError there"
                 _log.warning(warning, self.name, where, so_far)
         return not self._abandoned
+
+
+def _steps_of(awaitable: Awaitable[object]) -> Any:
+    """Return the iterator of an awaitable. It has `send`, `throw` and `close`, as that of a coroutine has.
+
+    Any other iterator, which Python allows here, is put into a generator that has them.
+    """
+    steps = awaitable.__await__()
+    return steps if hasattr(steps, "send") else _generator(steps)
+
+
+def _generator(steps: Iterable[object]) -> Generator[object, None, object]:
+    """Yield what an iterator yields, and return what it returns."""
+    return (yield from steps)
 
 
 def _close(steps: Any, awaitable: object) -> None:

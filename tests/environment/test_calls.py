@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from typing import Self, cast
 
 import anyio
 import pytest
@@ -45,6 +46,57 @@ def test_an_end_of_iteration_that_left_an_async_generator_is_shown_as_raised(kin
 def test_an_error_that_a_stop_iteration_caused_keeps_its_message(kind: type[Exception]) -> None:
     error = chained(kind("the data set has no rows for seed 5"))
     assert describe_error(error) == f"{kind.__name__}: the data set has no rows for seed 5"
+
+
+class Bare:
+    """Awaitable whose iterator has `__next__` alone: no `send`, `throw` or `close`.
+
+    Args:
+        future: the thing that it waits for.
+        value: the value that it returns.
+    """
+
+    def __init__(self, future: asyncio.Future[None], value: str) -> None:
+        self._future, self._value = future, value
+
+    def __await__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __iter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> object:
+        """Pass the future to the loop as a coroutine does, until it is done."""
+        if self._future.done():
+            raise StopIteration(self._value)
+        self._future._asyncio_future_blocking = True
+        return self._future
+
+
+def test_an_awaitable_may_have_an_iterator_without_send() -> None:
+    async def main() -> UserTask[str]:
+        """Await it until its future is done, a few turns of the loop later."""
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, future.set_result, None)
+        call: UserTask[str] = UserTask("a call", lambda: cast("Awaitable[str]", Bare(future, "done")))
+        assert await call.wait(5.0)
+        return call
+
+    call = anyio.run(main)
+    assert (call.value, call.error) == ("done", None)
+
+
+def test_a_call_ends_that_waits_in_an_iterator_without_throw() -> None:
+    async def main() -> bool:
+        """Wait for a future that nobody sets, and end the call."""
+        never = Bare(asyncio.get_running_loop().create_future(), "done")
+        call: UserTask[str] = UserTask("a call", lambda: cast("Awaitable[str]", never))
+        assert not await call.wait(0.01)
+        return await call.end()
+
+    assert anyio.run(main)
 
 
 @pytest.mark.parametrize("shield", [False, True])
