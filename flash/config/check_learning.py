@@ -510,8 +510,12 @@ def why_not_streamed(config: Config) -> str | None:
     The hub and each trainer rank call this when they start, and a replay for each step. A dry run shows the reason. The
     configuration has passed `check_algorithm`, so its objective can be made.
     """
-    if not config.train.streamed:
-        return "train.stream is false"
+    train = config.train
+    if not train.streamed:
+        if train.stream is False:
+            return "train.stream is false"
+        why = "train.async_ratio is 0" if train.async_ratio == 0 else "train.minibatches is above 1"
+        return f"{why}, and train.stream is not set"
     algorithm = config.algorithm
     kind = load_objective(algorithm.objective)
     objective = kind(**check_options(kind, algorithm.options, "algorithm.options"))

@@ -358,6 +358,8 @@ def test_the_settings_that_need_the_whole_batch_are_in_the_docs() -> None:
     [
         ({}, None),
         ({"train": {"stream": False}}, "train.stream is false"),
+        ({"train": {"stream": None, "async_ratio": 0}}, "train.async_ratio is 0, and train.stream is not set"),
+        ({"train": {"stream": None, "minibatches": 2}}, "train.minibatches is above 1, and train.stream is not set"),
         ({"algorithm": {"objective": "m2po"}}, "a limit from all tokens of a minibatch"),
         ({"algorithm": {"objective": "reinforce_pp"}}, "advantages are compared over the whole batch"),
         ({"algorithm": {"staleness": {"kind": "linear"}}}, "mean 1 over the whole batch"),

@@ -55,9 +55,8 @@ def dry_run(config: Config) -> list[str]:
     """
     try_objective(config)
     lines = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
-    if config.train.streamed:
-        why = why_not_streamed(config)
-        lines.append("steps: streamed" if why is None else f"steps: wait for their whole batches, because {why}")
+    why = why_not_streamed(config)
+    lines.append("steps: streamed" if why is None else f"steps: wait for their whole batches, because {why}")
     if (present := count_gpus()) < config.gpus_per_node:
         lines.append(
             f"machine: {present} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run "
