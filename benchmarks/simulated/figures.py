@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,10 +29,32 @@ from benchmarks.simulated.peers.roll_flash import (
     Synchronous,
 )
 from flash import ages
+from flash.cli.simulate import in_workers
 from flash.config.tree import Config
 from flash.simulate.bounds import best_split, bounds, quantities
 from flash.simulate.report import SimReport
 from flash.simulate.world import simulate
+
+ResultT = TypeVar("ResultT")
+
+
+def at_once(cases: Iterable[Callable[[], ResultT]]) -> list[ResultT]:
+    """Simulate the cases of a benchmark, one on each core, and return their results in the same order.
+
+    Each case is a `partial` of a function of a module, because it is sent to a worker process.
+    """
+    return list(in_workers(_simulate_case, [*cases]))
+
+
+def _simulate_case(case: Callable[[], ResultT]) -> ResultT:
+    """Simulate one case in a worker process of `at_once`."""
+    return case()
+
+
+def rows_at_once(cases: Iterable[Callable[[], list[Row]]]) -> list[Row]:
+    """Simulate cases as `at_once` does, and return the rows of all of them."""
+    return [row for rows in at_once(cases) for row in rows]
+
 
 # -- configurations --------------------------------------------------------------------------------------------------
 
@@ -259,36 +282,37 @@ def async_ratio(args: Args) -> list[Row]:
     base = workload(
         "rlvr_long", run={"steps": steps}, train={"batch_size": batch}, simulate={"gpus": 40, "rollout_gpus": 28}
     )
-    rows: list[Row] = []
-    for ratio in (0, 2, 8) if args.quick else (0, 1, 2, 4, 8):
-        config = change(base, train={"async_ratio": ratio})
-        report, peer, other = (
-            ours(config),
-            RollFlash.simulate(config, RollRules(async_ratio=ratio)),
-            Areal.simulate(config, ArealRules(eta=ratio)),
-        )
-        speed, bound = report.samples_per_s, batch / capacity_s(config, report)
-        rows += [
-            Row(f"{ratio}", "samples_per_s", "samples/s", speed, peer=peer.samples_per_s, bound=bound),
-            # These are not called `samples_per_s`, because the plot has a point for each row of that name.
-            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", speed, peer=other.samples_per_s),
-            Row(
-                f"{ratio}, streamed",
-                "streamed_samples_per_s",
-                "samples/s",
-                streamed(config, ratio).samples_per_s,
-                peer=peer.samples_per_s,
-                bound=bound,
-            ),
-        ]
+    ratios = (0, 2, 8) if args.quick else (0, 1, 2, 4, 8)
+    cases = [partial(at_ratio, base, ratio) for ratio in ratios]
+    return rows_at_once([*cases, partial(stragglers, 30 if args.quick else 80)])
+
+
+def at_ratio(base: Config, ratio: int) -> list[Row]:
+    """Simulate a case of `async_ratio`: `base` with this async ratio."""
+    config = change(base, train={"async_ratio": ratio})
+    report = ours(config)
+    peer = RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s
+    other = Areal.simulate(config, ArealRules(eta=ratio)).samples_per_s
+    speed, fast = report.samples_per_s, streamed(config, ratio).samples_per_s
+    bound = config.train.batch_size / capacity_s(config, report)
+    return [
+        Row(f"{ratio}", "samples_per_s", "samples/s", speed, peer=peer, bound=bound),
+        # These are not called `samples_per_s`, because the plot has a point for each row of that name.
+        Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", speed, peer=other),
+        Row(f"{ratio}, streamed", "streamed_samples_per_s", "samples/s", fast, peer=peer, bound=bound),
+    ]
+
+
+def stragglers(steps: int) -> list[Row]:
+    """Simulate the last case of `async_ratio`, in which 1 % of the answers are long."""
     config = workload(
         "rlvr_long",
-        run={"steps": 30 if args.quick else 80},
+        run={"steps": steps},
         train={"batch_size": 256, "async_ratio": 2},
         simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
     )
     oldest = Areal.simulate(config, ArealRules(eta=2)).oldest_age
-    return [*rows, Row("stragglers, AReaL", "age_versions", "versions", max(ours(config).ages), peer=oldest)]
+    return [Row("stragglers, AReaL", "age_versions", "versions", max(ours(config).ages), peer=oldest)]
 
 
 GPUS = 40
@@ -302,25 +326,37 @@ def gpu_split(args: Args) -> list[Row]:
     the workload alone.
     """
     batch, steps = (512, 5) if args.quick else (1024, 8)
-    rows: list[Row] = []
-    trainers = 0.0  # share of the GPUs that should train, by the published formula
-    for serving in (20, 28, 32) if args.quick else (16, 20, 24, 28, 32, 36):
-        config = workload(
-            "rlvr_long",
-            run={"steps": steps},
-            train={"batch_size": batch},
-            simulate={"gpus": GPUS, "rollout_gpus": serving},
-        )
-        report = ours(config)
-        peer = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).samples_per_s
-        bound = batch / capacity_s(config, report)
-        case = f"{serving} of {GPUS}"
-        rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
-        # The prediction of each turn is nearly the same: it does not depend on the split that is simulated.
-        q = quantities(config, report.ledger)
-        trainers = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)
-    best = float(max(rows, key=lambda row: row.ours).case.split()[0])
-    return [*rows, Row("best split", "best_rollout_gpus", "GPUs", best, GPUS * (1 - trainers))]
+    sizes = (20, 28, 32) if args.quick else (16, 20, 24, 28, 32, 36)
+    found = at_once(partial(at_split, serving, batch, steps) for serving in sizes)
+    best = float(max(found, key=lambda one: one.row.ours).row.case.split()[0])
+    # The prediction is nearly the same in each case: it does not depend on the split that is simulated.
+    predicted = GPUS * (1 - found[-1].trainers)
+    return [*(one.row for one in found), Row("best split", "best_rollout_gpus", "GPUs", best, predicted)]
+
+
+class Split(NamedTuple):
+    """Result of a case of `gpu_split`."""
+
+    row: Row
+    """Row with the throughput."""
+    trainers: float
+    """Share of the GPUs that should train, by the published formula."""
+
+
+def at_split(serving: int, batch: int, steps: int) -> Split:
+    """Simulate a case of `gpu_split`, in which `serving` of all GPUs serve engines."""
+    config = workload(
+        "rlvr_long",
+        run={"steps": steps},
+        train={"batch_size": batch},
+        simulate={"gpus": GPUS, "rollout_gpus": serving},
+    )
+    report = ours(config)
+    peer = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).samples_per_s
+    bound = batch / capacity_s(config, report)
+    row = Row(f"{serving} of {GPUS}", "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound)
+    q = quantities(config, report.ledger)
+    return Split(row, best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio))
 
 
 SPLITS = (4, 5, 6)
@@ -337,41 +373,40 @@ def stream_split(args: Args) -> list[Row]:
     have no more samples to begin.
     """
     if args.quick:
-        return best_splits(16, (0, 2), steps=5, batch=512)
-    return [*best_splits(40, (0, 1, 2), steps=12, batch=1024), *best_splits(128, (0, 1, 2), steps=7, batch=4096)]
+        return rows_at_once(partial(best_splits, 16, ratio, steps=5, batch=512) for ratio in (0, 2))
+    small = [partial(best_splits, 40, ratio, steps=12, batch=1024) for ratio in (0, 1, 2)]
+    large = [partial(best_splits, 128, ratio, steps=7, batch=4096) for ratio in (0, 1, 2)]
+    return rows_at_once([*small, *large])
 
 
-def best_splits(gpus: int, ratios: tuple[int, ...], *, steps: int, batch: int) -> list[Row]:
-    """Simulate `stream_split` on a number of GPUs, at each of the async ratios, and return its rows."""
-    rows: list[Row] = []
-    for ratio in ratios:
-        case, best = f"{gpus} GPUs, α = {ratio}", dict[bool, SimReport]()
-        for stream in (False, True):
-            cells: list[tuple[SimReport, Config]] = []
-            for eighths in SPLITS:
-                config = workload(
-                    "rlvr_long",
-                    run={"steps": steps},
-                    train={"batch_size": batch, "async_ratio": ratio, "stream": stream},
-                    simulate={"gpus": gpus, "rollout_gpus": gpus * eighths // 8},
-                )
-                cells.append((ours(config), config))
-            report, config = max(cells, key=lambda cell: cell[0].samples_per_s)
-            assert config.simulate is not None
-            bound_s, best[stream] = capacity_s(config, report), report
-            middle = report.rows[1 : steps - ages.window(ratio)]
-            share = bound_s * len(middle) / sum(row["interval_s"] for row in middle)
-            goal = SHARE_GOAL if stream and (gpus, ratio) == (128, 2) else None
-            name = f"{case}, streamed" if stream else case
-            rows += [
-                Row(name, "samples_per_s", "samples/s", report.samples_per_s, bound=batch / bound_s),
-                Row(name, "rollout_gpus", "GPUs", config.simulate.rollout_gpus),
-                Row(name, "mean_age", "versions", mean_age(report)),
-                Row(name, "share_of_bound", "share", share, at_least=goal),
-            ]
-        gain = best[True].samples_per_s / best[False].samples_per_s
-        rows.append(Row(f"{case}, streamed over not", "speedup", "x", gain))
-    return rows
+def best_splits(gpus: int, ratio: int, *, steps: int, batch: int) -> list[Row]:
+    """Simulate a case of `stream_split`, with this number of GPUs and this async ratio, at each split."""
+    case, rows, best = f"{gpus} GPUs, α = {ratio}", list[Row](), dict[bool, SimReport]()
+    for stream in (False, True):
+        cells: list[tuple[SimReport, Config]] = []
+        for eighths in SPLITS:
+            config = workload(
+                "rlvr_long",
+                run={"steps": steps},
+                train={"batch_size": batch, "async_ratio": ratio, "stream": stream},
+                simulate={"gpus": gpus, "rollout_gpus": gpus * eighths // 8},
+            )
+            cells.append((ours(config), config))
+        report, config = max(cells, key=lambda cell: cell[0].samples_per_s)
+        assert config.simulate is not None
+        bound_s, best[stream] = capacity_s(config, report), report
+        middle = report.rows[1 : steps - ages.window(ratio)]
+        share = bound_s * len(middle) / sum(row["interval_s"] for row in middle)
+        goal = SHARE_GOAL if stream and (gpus, ratio) == (128, 2) else None
+        name = f"{case}, streamed" if stream else case
+        rows += [
+            Row(name, "samples_per_s", "samples/s", report.samples_per_s, bound=batch / bound_s),
+            Row(name, "rollout_gpus", "GPUs", config.simulate.rollout_gpus),
+            Row(name, "mean_age", "versions", mean_age(report)),
+            Row(name, "share_of_bound", "share", share, at_least=goal),
+        ]
+    gain = best[True].samples_per_s / best[False].samples_per_s
+    return [*rows, Row(f"{case}, streamed over not", "speedup", "x", gain)]
 
 
 def mean_age(report: SimReport) -> float:
@@ -406,36 +441,54 @@ def scale(ratio: int, sizes: tuple[int, ...], *, steps: int, batch: int) -> list
     ratio of 2 there are also the scaling of synchronous training, and of streamed steps at a ratio of 0.
     """
     label = "long" if ratio == 2 else f"long, async ratio {ratio}"
-    rows: list[Row] = []
-    # Samples per second of synchronous training, and of streamed steps at a ratio of 0, on each number of GPUs.
-    sync: list[float] = []
-    stream: list[float] = []
-    for gpus in sizes:
-        config = workload(
-            "rlvr_long",
-            run={"steps": steps},
-            train={"batch_size": batch, "async_ratio": ratio},
-            simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
-        )
-        report = ours(config)
-        peer = RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s
-        bound = batch / capacity_s(config, report)
-        case = f"{gpus} GPUs, {label}"
-        rows.append(Row(case, "samples_per_s", "samples/s", report.samples_per_s, peer=peer, bound=bound))
-        if ratio == 2:
-            sync.append(Synchronous.simulate(config, BaselineRules(env_async=True)).samples_per_s)
-            stream.append(streamed(config).samples_per_s)
-    case = f"16 to 128 GPUs, {label}"
-    ours_x, peer, bound = (getattr(rows[-1], name) / getattr(rows[0], name) for name in ("ours", "peer", "bound"))
+    found = at_once(partial(at_size, ratio, gpus, steps, batch) for gpus in sizes)
+    rows = [
+        Row(f"{gpus} GPUs, {label}", "samples_per_s", "samples/s", one.ours, peer=one.peer, bound=one.bound)
+        for gpus, one in zip(sizes, found, strict=True)
+    ]
+    case = f"{sizes[0]} to {sizes[-1]} GPUs, {label}"
+    ours_x, peer, bound, sync, stream = (last / first for first, last in zip(found[0], found[-1], strict=True))
     rows.append(Row(case, "scaling", "x", ours_x, SCALED, at_least=SCALING_GOAL, peer=peer, bound=bound))
     if ratio == 2:
+        gain = found[-1].streamed / found[-1].synchronous
         rows += [
             Row(case, "reproduction_error", "share", abs(peer / SCALED - 1), at_most=LARGEST_ERROR),
-            Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]),
-            Row(f"{case}, streamed at α = 0", "scaling", "x", stream[-1] / stream[0]),
-            Row(f"{sizes[-1]} GPUs, streamed at α = 0 over synchronous", "stream_speedup", "x", stream[-1] / sync[-1]),
+            Row(f"{case}, synchronous", "scaling", "x", sync),
+            Row(f"{case}, streamed at α = 0", "scaling", "x", stream),
+            Row(f"{sizes[-1]} GPUs, streamed at α = 0 over synchronous", "stream_speedup", "x", gain),
         ]
     return rows
+
+
+class Throughput(NamedTuple):
+    """Samples per second of a case of `scaling`."""
+
+    ours: float
+    peer: float
+    """By ROLL Flash's rules."""
+    bound: float
+    """No schedule is faster."""
+    synchronous: float
+    """In synchronous training. NaN if it was not simulated."""
+    streamed: float
+    """With streamed steps at a ratio of 0. NaN if they were not simulated."""
+
+
+def at_size(ratio: int, gpus: int, steps: int, batch: int) -> Throughput:
+    """Simulate a case of `scaling`, with this number of GPUs. Only at a ratio of 2 it is compared with a ratio of 0."""
+    config = workload(
+        "rlvr_long",
+        run={"steps": steps},
+        train={"batch_size": batch, "async_ratio": ratio},
+        simulate={"gpus": gpus, "rollout_gpus": gpus * 3 // 4},
+    )
+    report = ours(config)
+    peer = RollFlash.simulate(config, RollRules(async_ratio=ratio)).samples_per_s
+    bound = batch / capacity_s(config, report)
+    if ratio != 2:
+        return Throughput(report.samples_per_s, peer, bound, math.nan, math.nan)
+    sync = Synchronous.simulate(config, BaselineRules(env_async=True)).samples_per_s
+    return Throughput(report.samples_per_s, peer, bound, sync, streamed(config).samples_per_s)
 
 
 # -- all techniques --------------------------------------------------------------------------------------------------
@@ -453,15 +506,19 @@ def end_to_end(args: Args) -> list[Row]:
     as one request, and steps its environments together. Its step takes the sum of both phases. Quick runs have smaller
     batches, whose ratios differ from the published ones.
     """
-    smaller = {"batch_size": 512} if args.quick else {}
-    fewer = {"gpus": 16, "rollout_gpus": 12} if args.quick else {}
-    config = workload("rlvr_long", run={"steps": 5 if args.quick else 7}, train=smaller, simulate=fewer)
+    return rows_at_once([partial(rlvr, args.quick), *(partial(agentic, name, args.quick) for name in CHAINS)])
+
+
+def rlvr(quick: bool) -> list[Row]:
+    """Simulate the case RLVR of `end_to_end`."""
+    smaller = {"batch_size": 512} if quick else {}
+    fewer = {"gpus": 16, "rollout_gpus": 12} if quick else {}
+    config = workload("rlvr_long", run={"steps": 5 if quick else 7}, train=smaller, simulate=fewer)
     baseline_s = Synchronous.simulate(config, BaselineRules(env_async=True)).step_s
     peer_s = RollFlash.simulate(config, RollRules(async_ratio=config.train.async_ratio)).step_s
-    report, published = ours(config), None if args.quick else 2.24
+    report, published = ours(config), None if quick else 2.24
     rows = speedup("RLVR, async", baseline_s, report.step_s, peer_s, capacity_s(config, report), published)
-    rows.append(Row("RLVR, streamed at α = 0", "speedup", "x", baseline_s / streamed(config).step_s))
-    return [*rows, *(row for name in CHAINS for row in agentic(name, args.quick))]
+    return [*rows, Row("RLVR, streamed at α = 0", "speedup", "x", baseline_s / streamed(config).step_s)]
 
 
 def agentic(name: str, quick: bool) -> list[Row]:

@@ -154,7 +154,7 @@ def play_faults(first: int, count: int) -> int:
 
     befallen: Counter[str] = Counter()  # number of faults by kind
     failed = 0  # number of seeds that break a law
-    for played in _in_workers(play_seed, range(first, first + count)):
+    for played in in_workers(play_seed, range(first, first + count)):
         befallen.update(played.faults)
         if played.law:
             failed += 1
@@ -244,10 +244,10 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
     """
     if len(configs) == 1:
         return [simulate(configs[0])]
-    return list(tables.with_progress(_in_workers(simulate, configs), len(configs)))
+    return list(tables.with_progress(in_workers(simulate, configs), len(configs)))
 
 
-def _in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Generator[ResultT]:
+def in_workers(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> Generator[ResultT]:
     """Call a function of a module with each item, in one process per core, and yield the results in order.
 
     A single item is handled in this process. An error of the function is raised here. If a worker process dies, the
