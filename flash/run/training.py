@@ -37,7 +37,7 @@ from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.rundir import RunDirectory, writing
 from flash.run.command import call_folder, notebook, refuse_process_of_run, run_command
 from flash.run.models import overrides_of_run
-from flash.run.processes.launch_state import ERROR_FILE, end_with_torchrun, use_torchrun_variables
+from flash.run.processes.launch_state import ERROR_FILE, end_with_torchrun, refuse_several, use_torchrun_variables
 from flash.run.processes.supervisor import End, say
 from flash.run.restart import run_mark
 from flash.run.results import EvaluationResult, RunResult, read_evaluation, read_run
@@ -56,14 +56,6 @@ KEYS = {
     "epochs": "sft.epochs",
 }
 """Configuration keys of the arguments that stand for one key each."""
-RANKS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
-"""Environment variables in which launchers, such as srun and mpirun, give the number of a process and the number of all
-processes that they have started together."""
 
 Source = Config | str | Path | Sequence[str | Path]
 """Configuration to begin with: from `flash.load`, a file, or several files, of which later ones take precedence."""
@@ -242,7 +234,7 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
     refuse_process_of_run()
     # If torchrun has started this program, it is a node of the run. No other launcher may have started several of it.
     use_torchrun_variables(os.environ)
-    refuse_rank(os.environ)
+    refuse_several(os.environ)
     end_with_torchrun()
     # The mark of the run in the run directory, None without one. A launch that writes its configuration changes it.
     begun, before = time.time(), run_mark(call.config)
@@ -268,27 +260,6 @@ def _run(command: str, call: Call, *, resume: bool) -> RunResult | None:
             raise error_left(run_dir, since=begun)
     # Each node of a job runs this program. The result is read on the first node alone, which has written it.
     return None if os.environ.get("FLASH_NODE_RANK", "0") != "0" else read_run(run_dir)
-
-
-def refuse_rank(environment: Mapping[str, str]) -> None:
-    """Refuse a program that a launcher has started several times, since each process would start a whole run.
-
-    The processes of torchrun are the nodes of one run, for which `use_torchrun_variables` has set FLASH_NNODES before.
-    A user may set it too.
-
-    Raises:
-        ConfigError: another launcher has started the program several times. The message says what to do.
-    """
-    if "FLASH_NNODES" in environment:
-        return
-    for rank, size in RANKS:
-        if rank in environment and (count := environment.get(size, "")).isdecimal() and int(count) > 1:
-            raise ConfigError(
-                f"this program was started {count} times ({size} = {count}), and each process would start a whole run. "
-                "For a run on several nodes, let torchrun start the program with --nproc-per-node=1 on each node, or "
-                "write a configuration file and start it as docs/scaling.md says. If each process is to train a run of "
-                "its own, set FLASH_NNODES=1"
-            )
 
 
 def error_left(run_dir: Path, since: float) -> FlashError:

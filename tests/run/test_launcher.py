@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, RanksGoneError
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.processes.hub_place import HubPlace
-from flash.run.processes.launch_state import ErrorMarker, use_torchrun_variables
+from flash.run.processes.launch_state import ErrorMarker, refuse_several, use_torchrun_variables
 from flash.run.processes.launcher import HubLoop, describe_start, leave_in_order, place_in_job, resume_command
 from flash.run.processes.rendezvous import hub_place
 
@@ -47,6 +47,34 @@ def test_one_process_of_torchrun_per_node_is_a_node_of_the_job() -> None:
     assert said == torchrun | {"FLASH_NNODES": "1"}, "what people have set themselves stays"
     with pytest.raises(ConfigError, match="--nproc-per-node=1"):
         use_torchrun_variables(torchrun | {"LOCAL_WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "times"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "started 4 times (SLURM_STEP_NUM_TASKS = 4)"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "started 2 times (OMPI_COMM_WORLD_SIZE = 2)"),
+    ],
+)
+def test_a_command_that_was_started_several_times_starts_no_run(variables: dict[str, str], times: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place_in_job(make_config(), variables)
+    assert times in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"FLASH_NNODES": "2", "RANK": "1", "WORLD_SIZE": "2"},
+        {"FLASH_NNODES": "1", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"WORLD_SIZE": "8"},
+        {"RANK": "x", "WORLD_SIZE": "x"},
+    ],
+)
+def test_a_node_of_a_job_and_a_command_that_was_started_once_may_start_a_run(variables: dict[str, str]) -> None:
+    refuse_several(variables)
 
 
 def test_a_job_of_another_size_than_the_configuration_says_is_refused() -> None:

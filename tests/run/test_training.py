@@ -13,7 +13,7 @@ import pytest
 
 from flash.config.load import load
 from flash.errors import ConfigError, FlashError, WeightsError
-from flash.run.training import arguments_named, error_left, evaluate, refuse_rank, sft, train, written
+from flash.run.training import arguments_named, error_left, evaluate, sft, train, written
 
 CONFIG = """
 run.name = "test"
@@ -486,21 +486,6 @@ def test_a_program_that_was_started_several_times_starts_no_run(
     assert told in str(refused.value)
     assert "--nproc-per-node=1" in str(refused.value)
     assert not output_dir.exists()
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"FLASH_NNODES": "2", "RANK": "1", "WORLD_SIZE": "2"},
-        {"FLASH_NNODES": "1", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {"WORLD_SIZE": "8"},
-        {"RANK": "x", "WORLD_SIZE": "x"},
-    ],
-)
-def test_a_node_of_a_job_and_a_program_that_was_started_once_may_start_a_run(variables: dict[str, str]) -> None:
-    refuse_rank(variables)
 
 
 LOCKED = """

@@ -43,6 +43,14 @@ between them: the launcher's process id, its start in clock ticks since boot, an
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
 """Environment variable with HOST:PORT of the first node in a job of several nodes. Each node advertises its address on
 the interface that routes to this host."""
+RANKS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+"""Environment variables in which launchers, such as srun and mpirun, give the number of a process and the number of all
+processes that they have started together."""
 SCRATCH_PREFIX = "flash-job-"
 """Beginning of the scratch folder's name, by which the next launch finds folders of killed launches."""
 SCRATCH = "FLASH_SCRATCH"
@@ -106,6 +114,27 @@ def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     environment["FLASH_NNODES"], environment["FLASH_NODE_RANK"] = environment["WORLD_SIZE"], environment["RANK"]
     if environment["WORLD_SIZE"] != "1":
         environment.setdefault(RENDEZVOUS, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
+
+
+def refuse_several(environment: Mapping[str, str]) -> None:
+    """Refuse a command or program that a launcher has started several times, since each would start a whole run.
+
+    `flash.train` calls this first, and `place_in_job` for the commands. The processes of torchrun are the nodes of one
+    run, for which `use_torchrun_variables` has set FLASH_NNODES before. A user may set it too.
+
+    Raises:
+        ConfigError: another launcher has started the program several times. The message says what to do.
+    """
+    if "FLASH_NNODES" in environment:
+        return
+    for rank, size in RANKS:
+        if rank in environment and (count := environment.get(size, "")).isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"this program was started {count} times ({size} = {count}), and each process would start a whole run. "
+                "For a run on several nodes, let torchrun start the program with --nproc-per-node=1 on each node, or "
+                "write a configuration file and start it as docs/scaling.md says. If each process is to train a run of "
+                "its own, set FLASH_NNODES=1"
+            )
 
 
 def caller_file(environment: Mapping[str, str]) -> Path | None:
