@@ -45,6 +45,7 @@ from flash.ages import age_of
 from flash.config.check_learning import why_not_streamed
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
+from flash.samples.batches import MinibatchPlace
 from flash.trainer.critic import Critic, critic_batch, critic_metrics
 from flash.trainer.lag import LagLimiter
 from flash.trainer.mesh import TrainerMesh, to_device, trainer_mesh
@@ -243,7 +244,7 @@ class Trainer:
         ]
         step.bounds = self._bounds(plan, [one for part in parts for one in part.inputs])
         for part in parts:
-            minibatch = step.minibatch = step.minibatch or _RunningMinibatch.begin(part.plan)
+            minibatch = step.minibatch = step.minibatch or _RunningMinibatch()
             self._train_part(step, minibatch, part, shard.step)
             if part.plan.place.ends:
                 step.minibatch = None
@@ -672,9 +673,9 @@ class _RunningMinibatch:
     is there. So the backward passes divide by an assumed number, and `Trainer._kept_share` corrects the sum.
     """
 
-    assumed_tokens: int
+    assumed_tokens: int = 0
     """Assumed number of trained tokens of the whole minibatch, over all ranks."""
-    assumed_sequences: int
+    assumed_sequences: int = 0
     """Assumed number of sequences of the whole minibatch that have a trained token, over all ranks."""
     repeated: bool = False
     """True in the passes over a batch after the first one."""
@@ -686,26 +687,29 @@ class _RunningMinibatch:
     """Results of `Trainer._backward` for each micro-batch of this rank."""
     parts: list[_Part] = field(default_factory=list[_Part])
 
-    @classmethod
-    def begin(cls, plan: MinibatchPlan) -> _RunningMinibatch:
-        """Return a minibatch with the counts that its first part lets assume. The caller adds the part itself."""
-        # If the first part is also the last one, its counts are the real ones.
-        if plan.place.ends:
-            return cls(plan.total_tokens, plan.total_sequences)
-
-        def assumed(count: int) -> int:
-            # `share` is the share of the minibatch's groups that this part has, so count / share is about the final
-            # number. The result is the power of two next to it: a division by a power of two changes no digit of a
-            # gradient, and a number near the final one keeps the gradient inside of float16's range.
-            return 2 ** round(math.log2(max(count, 1) / plan.place.share))
-
-        return cls(assumed(plan.total_tokens), assumed(plan.total_sequences))
-
     def add(self, part: _Part) -> None:
-        """Append a part, and add its tokens and sequences to the totals."""
-        self.tokens += part.plan.total_tokens
-        self.sequences += part.plan.total_sequences
+        """Append a part, and add its tokens and sequences to the totals.
+
+        The first part that has trained tokens decides the assumed numbers: the parts before it have no gradient, and
+        their number says nothing about the rest.
+        """
+        plan = part.plan
+        if self.tokens == 0 and not self.repeated:
+            self.assumed_tokens = self._expected(plan.total_tokens, plan.place)
+            self.assumed_sequences = self._expected(plan.total_sequences, plan.place)
+        self.tokens += plan.total_tokens
+        self.sequences += plan.total_sequences
         self.parts.append(part)
+
+    @staticmethod
+    def _expected(count: int, place: MinibatchPlace) -> int:
+        """Return the number to expect in the whole minibatch, of which the newest part, at `place`, has `count`."""
+        if place.ends:
+            return count
+        # `share` is the share of the minibatch's groups that the part has, so count / share is about the final number.
+        # The result is the power of two next to it: a division by a power of two changes no digit of a gradient, and a
+        # number near the final one keeps the gradient inside of float16's range.
+        return 2 ** round(math.log2(max(count, 1) / place.share))
 
     def again(self) -> _RunningMinibatch:
         """Return this minibatch for another pass over its parts, which the caller adds again. The counts are known now.

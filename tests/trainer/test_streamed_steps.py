@@ -22,6 +22,7 @@ from tests.trainer.trainer_cases import (
     rounds_of,
     train_in_rounds,
     weights_of,
+    whole,
 )
 
 SIZES = [4, 3, 1, 5]
@@ -81,15 +82,15 @@ def test_rounds_give_the_gradient_and_the_metrics_of_the_whole_batch(tied_model:
     shard, minibatches = batch_of(case), case.get("train", {}).get("minibatches", 1)
     # The rounds of two groups also lie across the bound of the minibatches.
     sizes = [4, 4, 5] if minibatches > 1 else SIZES
-    whole, streamed = make_trainer(tied_model, case), make_trainer(tied_model, case)
-    expected = whole.train_step(shard)
+    unstreamed, streamed = make_trainer(tied_model, case), make_trainer(tied_model, case)
+    expected = unstreamed.train_step(shard)
     found = train_in_rounds(streamed, [shards[0] for shards in rounds_of(shard, sizes, minibatches=minibatches)])
     updates = minibatches * case.get("train", {}).get("updates_per_batch", 1)
     # Adam divides by the size of the gradient, so later updates have larger differences.
-    assert relative_error(gradient_of(streamed), gradient_of(whole)) < (1e-6 if updates == 1 else 1e-4)
+    assert relative_error(gradient_of(streamed), gradient_of(unstreamed)) < (1e-6 if updates == 1 else 1e-4)
     expected["shared_token_share"] = found["shared_token_share"]  # a round shares only its own beginnings
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert [(one.index, one.uses) for one in streamed.shown] == [(one.index, one.uses) for one in whole.shown]
+    assert [(one.index, one.uses) for one in streamed.shown] == [(one.index, one.uses) for one in unstreamed.shown]
 
 
 def test_a_round_without_a_trained_token_changes_nothing(untied_model: Path) -> None:
@@ -102,6 +103,21 @@ def test_a_round_without_a_trained_token_changes_nothing(untied_model: Path) -> 
     rest = make_shard(trajectories[SIZES[0] :])
     alone.train_step(rest)
     assert relative_error(gradient_of(with_it), gradient_of(alone)) < 1e-6
+
+
+def test_the_gradient_of_a_round_has_the_same_size_after_a_round_without_a_trained_token(untied_model: Path) -> None:
+    rounds = [shards[0] for shards in rounds_of(random_shard(), SIZES)]
+    first = replace(rounds[0], samples=[], total_tokens=0, total_sequences=0)
+    alone, with_it = (Trainer(make_config(untied_model, train={"stream": True})) for _ in range(2))
+    alone.train_round(rounds[1])
+    for one in (first, rounds[1]):
+        with_it.train_round(one)
+    # The update divides by the real number of tokens, so this is only seen before it.
+    found, expected = (
+        {name: whole(parameter.grad) for name, parameter in trainer.model.named_parameters()}
+        for trainer in (with_it, alone)
+    )
+    assert relative_error(found, expected) < 1e-6
 
 
 def test_a_step_that_is_given_up_leaves_no_gradient(untied_model: Path) -> None:
