@@ -23,6 +23,7 @@ from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, is_setting, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.run.processes.launch_state import refuse_several
 from flash.text import harmless
 
 if TYPE_CHECKING:
@@ -109,10 +110,13 @@ def carry_out(
             values that the command itself determines, such as the number of steps of `flash sft`.
 
     Raises:
-        FlashError: the configuration is invalid, or a part of it fails in the dry run or at the start.
+        FlashError: the configuration is invalid, a part of it fails in the dry run or at the start, or a launcher such
+            as srun has started the command several times.
     """
     from flash.run.checks.preflight import changes_without_effect
 
+    if not arguments.dry_run:
+        refuse_several(os.environ)
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")

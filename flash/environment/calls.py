@@ -18,7 +18,7 @@ import inspect
 import logging
 import types
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -258,18 +258,33 @@ class UserTask(Generic[_T]):
         return not self._abandoned
 
 
-def _steps_of(awaitable: Awaitable[object]) -> Any:
+def _steps_of(awaitable: Any) -> Any:
     """Return the iterator of an awaitable. It has `send`, `throw` and `close`, as that of a coroutine has.
 
-    Any other iterator, which Python allows here, is put into a generator that has them.
+    Python awaits iterators without them, too, and the generators of functions with the decorator `types.coroutine`.
     """
-    steps = awaitable.__await__()
-    return steps if hasattr(steps, "send") else _generator(steps)
+    steps = awaitable if isinstance(awaitable, types.GeneratorType) else awaitable.__await__()
+    return steps if all(hasattr(steps, name) for name in ("send", "throw", "close")) else _awaited(_Given(steps))
 
 
-def _generator(steps: Iterable[object]) -> Generator[object, None, object]:
-    """Yield what an iterator yields, and return what it returns."""
-    return (yield from steps)
+class _Given:
+    """Awaitable of an iterator that `__await__` of another one has returned.
+
+    Args:
+        steps: the iterator, or anything else, for which Python raises a TypeError.
+    """
+
+    def __init__(self, steps: Any) -> None:
+        self._steps = steps
+
+    def __await__(self) -> Any:
+        """Return the iterator."""
+        return self._steps
+
+
+async def _awaited(given: _Given) -> object:
+    """Await an iterator as Python does, in a coroutine, which has the methods that the iterator lacks."""
+    return await given
 
 
 def _close(steps: Any, awaitable: object) -> None:

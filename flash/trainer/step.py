@@ -703,7 +703,7 @@ class _RunningMinibatch:
 
     @staticmethod
     def _expected(count: int, place: MinibatchPlace) -> int:
-        """Return the number to expect in the whole minibatch, of which the newest part, at `place`, has `count`."""
+        """Return the number to expect in a minibatch whose part at `place` has `count`, and the parts before it 0."""
         if place.ends:
             return count
         # `share` is the share of the minibatch's groups that the part has, so count / share is about the final number.

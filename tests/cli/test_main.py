@@ -129,6 +129,16 @@ def test_a_dry_run_of_sft_checks_the_model_too(tmp_path: Path, model: Path, caps
     assert "lora.targets: there is no 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_command_that_srun_has_started_several_times_is_refused_before_it_reads_a_file(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([command, "no-such-file.toml"]) == 2
+    assert "this program was started 4 times (SLURM_STEP_NUM_TASKS = 4)" in capsys.readouterr().err
+
+
 def test_control_characters_in_log_records_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch"]) == 0
     # Not through a logger: those of a test session have other handlers.

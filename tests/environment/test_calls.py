@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import types
+from collections.abc import AsyncIterator, Awaitable, Generator
 from typing import Self, cast
 
 import anyio
@@ -63,10 +64,6 @@ class Bare:
         """Return itself."""
         return self
 
-    def __iter__(self) -> Self:
-        """Return itself."""
-        return self
-
     def __next__(self) -> object:
         """Pass the future to the loop as a coroutine does, until it is done."""
         if self._future.done():
@@ -81,6 +78,41 @@ def test_an_awaitable_may_have_an_iterator_without_send() -> None:
         future = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.01, future.set_result, None)
         call: UserTask[str] = UserTask("a call", lambda: cast("Awaitable[str]", Bare(future, "done")))
+        assert await call.wait(5.0)
+        return call
+
+    call = anyio.run(main)
+    assert (call.value, call.error) == ("done", None)
+
+
+def test_an_awaitable_without_an_iterator_is_an_error() -> None:
+    async def main() -> UserTask[str]:
+        """Await an object whose `__await__` returns a list."""
+
+        class Wrong:
+            def __await__(self) -> list[str]:
+                return []
+
+        call: UserTask[str] = UserTask("a call", lambda: cast("Awaitable[str]", Wrong()))
+        assert await call.wait(5.0)
+        return call
+
+    call = anyio.run(main)
+    assert isinstance(call.error, TypeError)
+    assert "non-iterator of type 'list'" in str(call.error)
+
+
+@types.coroutine
+def old_style() -> Generator[None, None, str]:
+    """Let the loop run once, and return a text."""
+    yield
+    return "done"
+
+
+def test_a_generator_that_is_a_coroutine_is_awaited() -> None:
+    async def main() -> UserTask[str]:
+        """Await the generator itself, which has no method `__await__`."""
+        call: UserTask[str] = UserTask("a call", old_style)
         assert await call.wait(5.0)
         return call
 

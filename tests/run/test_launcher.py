@@ -58,7 +58,7 @@ def test_one_process_of_torchrun_per_node_is_a_node_of_the_job() -> None:
 )
 def test_a_command_that_was_started_several_times_starts_no_run(variables: dict[str, str], times: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        place_in_job(make_config(), variables)
+        refuse_several(variables)
     assert times in str(refused.value)
 
 
@@ -69,6 +69,7 @@ def test_a_command_that_was_started_several_times_starts_no_run(variables: dict[
         {"FLASH_NNODES": "1", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "41233"},
         {"WORLD_SIZE": "8"},
         {"RANK": "x", "WORLD_SIZE": "x"},
     ],

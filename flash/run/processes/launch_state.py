@@ -119,21 +119,22 @@ def use_torchrun_variables(environment: MutableMapping[str, str]) -> None:
 def refuse_several(environment: Mapping[str, str]) -> None:
     """Refuse a command or program that a launcher has started several times, since each would start a whole run.
 
-    `flash.train` calls this first, and `place_in_job` for the commands. The processes of torchrun are the nodes of one
-    run, for which `use_torchrun_variables` has set FLASH_NNODES before. A user may set it too.
+    `flash.train`, `flash train` and `flash sft` call this before any work. The processes of torchrun are the nodes of
+    one run, for which `use_torchrun_variables` has set FLASH_NNODES before. A user may set it too. `srun --pty` gives
+    its terminal to the first task alone, so that a command that is typed there runs once.
 
     Raises:
         ConfigError: another launcher has started the program several times. The message says what to do.
     """
-    if "FLASH_NNODES" in environment:
+    if "FLASH_NNODES" in environment or "SLURM_PTY_PORT" in environment:
         return
     for rank, size in RANKS:
         if rank in environment and (count := environment.get(size, "")).isdecimal() and int(count) > 1:
             raise ConfigError(
                 f"this program was started {count} times ({size} = {count}), and each process would start a whole run. "
                 "For a run on several nodes, let torchrun start the program with --nproc-per-node=1 on each node, or "
-                "write a configuration file and start it as docs/scaling.md says. If each process is to train a run of "
-                "its own, set FLASH_NNODES=1"
+                "write a configuration file and start it as docs/scaling.md says. If only this process is to train, or "
+                "each process a run of its own, set FLASH_NNODES=1"
             )
 
 

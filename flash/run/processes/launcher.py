@@ -43,14 +43,7 @@ from flash.run.models import make_missing_models
 from flash.run.processes.forked import ProcessOrder, loops_server
 from flash.run.processes.hub_place import TOKEN_VARIABLE, HubPlace, parse_token, withdraw
 from flash.run.processes.launch import Launch
-from flash.run.processes.launch_state import (
-    RENDEZVOUS,
-    ErrorMarker,
-    begin_launch,
-    end_with_torchrun,
-    refuse_several,
-    scratch_folder,
-)
+from flash.run.processes.launch_state import RENDEZVOUS, ErrorMarker, begin_launch, end_with_torchrun, scratch_folder
 from flash.run.processes.locks import exclusive_run
 from flash.run.processes.ranks import Ranks, run_ranks
 from flash.run.processes.rendezvous import HubSearch, advertised_host, hub_place
@@ -81,10 +74,8 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
     `launch` and `launch_sft` call this first.
 
     Raises:
-        ConfigError: the environment and cluster.nodes disagree, a variable has an invalid value, or a launcher such as
-            srun has started this command several times without saying which node each of them is.
+        ConfigError: the environment and cluster.nodes disagree, or a variable has an invalid value.
     """
-    refuse_several(environment)
     nodes, node = _number(environment, "FLASH_NNODES", 1), _number(environment, "FLASH_NODE_RANK", 0)
     if (token := environment.get(TOKEN_VARIABLE)) is not None:
         parse_token(token)
