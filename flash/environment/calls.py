@@ -268,17 +268,17 @@ def _steps_of(awaitable: Any) -> Any:
 
 
 class _Given:
-    """Awaitable of an iterator that `__await__` of another one has returned.
+    """Awaitable whose `__await__` returns a given object.
 
     Args:
-        steps: the iterator, or anything else, for which Python raises a TypeError.
+        steps: result of the `__await__` of the user's awaitable. Python raises a TypeError if it is no iterator.
     """
 
     def __init__(self, steps: Any) -> None:
         self._steps = steps
 
     def __await__(self) -> Any:
-        """Return the iterator."""
+        """Return the given object."""
         return self._steps
 
 

@@ -53,6 +53,14 @@ def test_one_process_of_torchrun_per_node_is_a_node_of_the_job() -> None:
     ("variables", "times"),
     [
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "started 4 times (SLURM_STEP_NUM_TASKS = 4)"),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "41233"},
+            "started 4 times (SLURM_STEP_NUM_TASKS = 4)",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "41233"},
+            "started 4 times (PMI_SIZE = 4)",
+        ),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "started 2 times (OMPI_COMM_WORLD_SIZE = 2)"),
     ],
 )

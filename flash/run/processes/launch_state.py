@@ -126,9 +126,12 @@ def refuse_several(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: another launcher has started the program several times. The message says what to do.
     """
-    if "FLASH_NNODES" in environment or "SLURM_PTY_PORT" in environment:
+    if "FLASH_NNODES" in environment:
         return
     for rank, size in RANKS:
+        # A step that is started from that terminal inherits its variables, so they excuse the first task alone.
+        if rank == "SLURM_PROCID" and environment.get(rank) == "0" and "SLURM_PTY_PORT" in environment:
+            continue
         if rank in environment and (count := environment.get(size, "")).isdecimal() and int(count) > 1:
             raise ConfigError(
                 f"this program was started {count} times ({size} = {count}), and each process would start a whole run. "
